@@ -1,0 +1,1 @@
+"""The records: schema, readers, checks, splits and the shipped sample."""

@@ -1,0 +1,1 @@
+"""The stages: one module a DAG stage, each a program (`python -m tasks.STAGE`)."""
