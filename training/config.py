@@ -1,0 +1,372 @@
+"""The knobs of training: one frozen class a section of params.yaml, each field with its unit and where the default is from.
+
+A section is read before any weight is loaded. An unknown key, a wrong type or an impossible combination is an error
+there, never a surprise at step 164. Types are strict: `"8"` is no number and `true` is no 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["bf16", "fp32"]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, strict, and no key that nobody reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class EngineParams(Section):
+    """How gradients become steps. `torch` and `deepspeed` give the same numbers; ZeRO saves memory on several ranks."""
+
+    backend: Literal["deepspeed", "torch"] = Field(
+        "deepspeed", description="deepspeed: ZeRO, float32 at most; torch: plain all-reduce, float64 allowed"
+    )
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 weights too [1910.02054]"
+    )
+    offload: bool = Field(
+        False, description="optimizer state (and weights at stage 3) in CPU memory; needs zero >= 1"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: 13 to 25 % slower, far less memory"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean [1711.05101]")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the squares [1711.05101]")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon; PPO's details ask for 1e-5")
+    nonfinite_limit: int = Field(
+        3, ge=1, description="steps in a row with a non-finite gradient before training ends as divergence"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.backend == "torch" and (self.zero or self.offload):
+            raise ValueError(
+                "engine.zero and engine.offload need engine.backend: deepspeed (torch has neither)"
+            )
+        if self.offload and not self.zero:
+            raise ValueError("engine.offload: true needs engine.zero >= 1; set engine.zero: 1, 2 or 3")
+        return self
+
+
+class LoraParams(Section):
+    """Low-rank adapters [2106.09685]; the base stays frozen and, with adapters off, is the reference."""
+
+    rank: int = Field(16, ge=1, description="rank of the update of one matrix")
+    alpha: float = Field(
+        32.0, gt=0, description="scale: the update is alpha / rank * B A; twice the rank is usual"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before A; above 0 prompts can't be shared")
+    target: Literal["all-linear", "attention"] = Field(
+        "all-linear", description="which matrices; all linear ones do best [2305.14314]"
+    )
+
+
+class SftParams(Section):
+    """Supervised fine-tuning on demonstrations: cross-entropy of the answer's tokens, its EOS included."""
+
+    lr: float = Field(2e-4, gt=0, description="peak learning rate; 2e-4 for LoRA, 2e-5 for a full fine-tune")
+    epochs: int = Field(1, ge=1, description="passes over the demonstrations")
+    max_steps: int | None = Field(
+        None, ge=1, description="ends earlier, in optimizer steps; null: all epochs"
+    )
+    batch: int = Field(16, ge=1, description="demonstrations a step, over all ranks")
+    token_budget: int = Field(2048, ge=1, description="tokens of a micro batch, padding included")
+    max_length: int = Field(
+        512, ge=8, description="tokens of prompt and answer; longer answers are dropped, counted"
+    )
+    max_prompt: int = Field(384, ge=1, description="tokens of the prompt; longer ones are dropped, counted")
+    warmup: float = Field(
+        0.1, ge=0, le=1, description="share of the steps with a linearly rising learning rate"
+    )
+    min_lr_share: float = Field(0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
+    clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay, matrices only")
+    lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
+    precision: Precision = Field("bf16", description="bf16: autocast over float32 weights; fp32: none")
+    checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    engine: EngineParams = Field(default_factory=EngineParams)
+    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    threads: int = Field(
+        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+    )
+
+    @model_validator(mode="after")
+    def _room(self) -> Self:
+        if self.max_prompt >= self.max_length:
+            raise ValueError(
+                f"max_prompt ({self.max_prompt}) must be below max_length ({self.max_length}): "
+                "no token is left for the answer; lower max_prompt or raise max_length"
+            )
+        return self
+
+
+class GateParams(Section):
+    """When a reward model is good enough to be optimised against."""
+
+    confidence: float = Field(
+        0.95, gt=0.5, lt=1, description="of the Wilson interval of the held-out accuracy"
+    )
+    beat_length: bool = Field(True, description="must beat 'one length wins' on the same held-out pairs")
+    min_pairs: int = Field(30, ge=1, description="held-out pairs below which the gate stays closed")
+
+
+class RewardParams(Section):
+    """Bradley-Terry reward model (or judge) on preference pairs."""
+
+    model: str = Field(
+        "minilm", min_length=1, description="minilm, policy (the stage's causal LM), a folder or a hub id"
+    )
+    lr: float = Field(
+        1e-4, gt=0, description="peak learning rate; 1e-4 measured with MiniLM, 3e-5 for a causal LM"
+    )
+    head_lr_factor: float = Field(1.0, gt=0, description="the new head learns this much faster than the body")
+    epochs: int = Field(2, ge=1, description="passes over the pairs")
+    max_steps: int | None = Field(
+        None, ge=1, description="ends earlier, in optimizer steps; null: all epochs"
+    )
+    batch: int = Field(16, ge=1, description="pairs a step, over all ranks")
+    token_budget: int = Field(4096, ge=1, description="tokens of a micro batch, padding included")
+    max_length: int = Field(
+        256, ge=16, description="tokens of prompt and answer; the prompt is cut on the left"
+    )
+    warmup: float = Field(
+        0.1, ge=0, le=1, description="share of the steps with a linearly rising learning rate"
+    )
+    min_lr_share: float = Field(0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
+    clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay, matrices only")
+    margin: float = Field(0.0, ge=0, description="score difference asked for beyond the sign, in score units")
+    centring: float = Field(
+        0.01, ge=0, description="weight of (sum of the two scores)^2, keeps scores near 0"
+    )
+    smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of labels taken to be wrong")
+    heads: Names = Field((), description="dimensions with a head each; empty: one head for all pairs")
+    members: int = Field(1, ge=1, description="ensemble members, same data, other seeds [2310.02743]")
+    lora: LoraParams | None = Field(
+        None, description="adapters on a causal LM; null: all weights are trained"
+    )
+    precision: Precision = Field("bf16", description="bf16: autocast over float32 weights; fp32: none")
+    gate: GateParams = Field(default_factory=GateParams)
+    checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    engine: EngineParams = Field(default_factory=EngineParams)
+    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    threads: int = Field(
+        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+    )
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if len(set(self.heads)) != len(self.heads):
+            raise ValueError(f"heads names a dimension twice: {list(self.heads)}; name each once")
+        return self
+
+
+class KlParams(Section):
+    """The leash to the reference policy; its weight is `optimize.beta`."""
+
+    where: Literal["reward", "loss"] = Field(
+        "reward", description="taken off the reward, or added to the loss"
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1",
+        description="k1 belongs into the reward, k2 into the loss; k3 in the loss is biased [2510.01555]",
+    )
+    target: float = Field(
+        0.1, gt=0, description="KL to the reference a sequence, in nats: guards and control aim at it"
+    )
+    adaptive: bool = Field(False, description="beta follows the measured KL towards target [1909.08593]")
+    horizon: int = Field(10_000, ge=1, description="samples over which the adaptive beta moves by a factor")
+
+    @model_validator(mode="after")
+    def _estimator(self) -> Self:
+        if self.where == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "kl.where: loss with kl.estimator: k1 has no gradient in the mean; take k2 or k3"
+            )
+        return self
+
+
+class ClipParams(Section):
+    """Bounds of the policy ratio and the value's move [1707.06347]."""
+
+    low: float = Field(0.2, gt=0, lt=1, description="ratio may fall to 1 - low")
+    high: float = Field(0.2, gt=0, description="ratio may rise to 1 + high; .28 in DAPO [2503.14476]")
+    dual: float | None = Field(
+        None, gt=1, description="dual clip's bound for negative advantages; 3 is usual"
+    )
+    value: float | None = Field(0.2, gt=0, description="value's move a batch; null: not clipped")
+    importance: float | None = Field(
+        None, gt=0, description="truncation of old / rollout ratios; null: not corrected"
+    )
+
+
+class PpoParams(Section):
+    """What only the methods with a critic and several updates a batch read."""
+
+    updates: int = Field(1, ge=1, description="passes over one batch of rollouts")
+    minibatches: int = Field(1, ge=1, description="optimizer steps a pass")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount a token")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda [1506.02438]")
+    value_coef: float = Field(0.5, ge=0, description="weight of the value loss")
+    value_warmup: int = Field(0, ge=0, description="first steps that train the value head only")
+    entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus; the field's default is .01")
+    stop_kl: float | None = Field(
+        None, gt=0, description="KL to the old policy that ends the passes early, nats a token"
+    )
+
+
+class PreferenceParams(Section):
+    """What only the methods on pairs read (DPO and its family)."""
+
+    epochs: int = Field(1, ge=1, description="passes over the pairs; `steps` ends earlier")
+    smoothing: float = Field(0.0, ge=0, lt=0.5, description="epsilon of conservative and robust DPO")
+    gamma: float = Field(1.0, ge=0, description="SimPO's target margin [2405.14734]")
+    lam: float = Field(0.1, ge=0, description="ORPO's weight of the odds ratio [2403.07691]")
+    desirable: float = Field(1.0, gt=0, description="KTO's weight of wanted answers [2402.01306]")
+    undesirable: float = Field(1.0, gt=0, description="KTO's weight of unwanted answers")
+
+
+class ScorerParams(Section):
+    """One source of reward."""
+
+    kind: Literal["learned", "function", "http"] = Field(
+        description="reward model, Python callable or service"
+    )
+    name: str = Field(min_length=1, description="how metrics and journal call it")
+    path: str = Field(
+        "", description="folder, dotted path module:callable, or URL; empty: the reward stage's model"
+    )
+    dimension: str = Field("quality", min_length=1, description="which weight it falls under")
+    floor: float | None = Field(
+        None, description="an answer below it gets the floor of the batch; null: none"
+    )
+
+
+class RewardsParams(Section):
+    """How scores become one reward an answer."""
+
+    scorers: Annotated[tuple[ScorerParams, ...], Field(strict=False)] = Field(
+        (ScorerParams(kind="learned", name="reward"),), min_length=1
+    )
+    weights: dict[str, float] = Field(
+        default_factory=lambda: {"quality": 0.25, "factuality": 0.35, "safety": 0.40},
+        description="weight of each dimension; divided by the sum over the dimensions in use",
+    )
+    normalise: Literal["none", "batch", "group"] = Field(
+        "none", description="each dimension over batch or group before it is summed (GDPO [2601.05242])"
+    )
+    penalty: float = Field(0.5, ge=0, description="reward taken for full evidence of cheating")
+    missing_eos: float = Field(0.0, ge=0, description="reward taken from an answer cut at max_new_tokens")
+    overlong_buffer: int = Field(
+        0, ge=0, description="last tokens over which DAPO's length penalty rises to 1; 0: off"
+    )
+    ensemble: Literal["mean", "worst", "uncertainty"] = Field(
+        "mean", description="over a reward model's members"
+    )
+    ensemble_lam: float = Field(0.5, ge=0, description="lambda of mean - lambda * variance")
+    timeout: float = Field(10.0, gt=0, description="seconds a call may take")
+    error_limit: float = Field(0.1, ge=0, le=1, description="share of failed scores that ends the run")
+
+
+Action = Literal["warn", "lower_lr", "raise_beta", "rollback", "stop"]
+
+
+class GuardParams(Section):
+    """Bounds of a healthy run and what happens beyond them. A null bound turns its guard off."""
+
+    kl: float | None = Field(5.0, gt=1, description="KL over kl.target, as a factor")
+    gap: float | None = Field(
+        1.0, gt=0, description="proxy's gain minus judge's gain, in standard deviations"
+    )
+    length: float | None = Field(2.0, gt=1, description="mean length over its start, as a factor either way")
+    length_corr: float | None = Field(0.6, gt=0, le=1, description="reward against length, |Pearson r|")
+    repetition: float | None = Field(0.5, gt=0, le=1, description="share of repeated 4-grams in an answer")
+    entropy: float | None = Field(
+        0.1, gt=0, description="floor of the token entropy, as a share of its start"
+    )
+    clipped: float | None = Field(0.95, gt=0, le=1, description="share of answers cut at max_new_tokens")
+    zero_variance: float | None = Field(0.95, gt=0, le=1, description="share of groups with equal rewards")
+    empty: float | None = Field(0.3, gt=0, le=1, description="share of empty answers")
+    grad_norm: float | None = Field(
+        20.0, gt=1, description="gradient norm over its running median, as a factor"
+    )
+    value_loss: float | None = Field(
+        20.0, gt=1, description="value loss over its running median, as a factor"
+    )
+    window: int = Field(5, ge=1, description="steps in a row (or averaged over) before a guard acts")
+    actions: dict[str, Action] = Field(
+        default_factory=dict,
+        description="guard: warn | lower_lr | raise_beta | rollback | stop; else its own default",
+    )
+    lr_factor: float = Field(0.5, gt=0, lt=1, description="what lower_lr and rollback multiply lr with")
+    beta_factor: float = Field(2.0, gt=1, description="what raise_beta and rollback multiply beta with")
+    max_rollbacks: int = Field(2, ge=0, description="rollbacks before the next one is a stop")
+
+
+Algorithm = Literal[
+    "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp",
+    "dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo", "online_dpo",
+]  # fmt: skip
+ON_PAIRS: frozenset[str] = frozenset({"dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo"})
+
+
+class OptimizeParams(Section):
+    """The policy against a reward, or against pairs."""
+
+    algorithm: Algorithm = Field("rloo", description="training/rl.py and training/preference.py name each")
+    steps: int = Field(
+        40, ge=1, description="optimizer steps (batches of rollouts, when there are several updates)"
+    )
+    prompts: int = Field(16, ge=1, description="prompts (or pairs) a step, over all ranks")
+    group: int = Field(4, ge=1, description="samples a prompt; 1 only for ppo and reinforce_pp")
+    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
+    max_prompt: int = Field(384, ge=1, description="tokens of the prompt; longer ones are dropped, counted")
+    temperature: float = Field(1.0, gt=0, description="of sampling and of every logp")
+    token_budget: int = Field(4096, ge=1, description="tokens of a micro batch, padding included")
+    lr: float = Field(
+        5e-6, gt=0, description="peak learning rate; the field starts at 5e-6, LoRA bears 10 to 50 times it"
+    )
+    warmup: float = Field(
+        0.1, ge=0, le=1, description="share of the steps with a linearly rising learning rate"
+    )
+    min_lr_share: float = Field(0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
+    clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay, matrices only")
+    beta: float = Field(
+        0.05, ge=0, description="weight of the KL to the reference, in reward a nat; DPO's beta too"
+    )
+    kl: KlParams = Field(default_factory=KlParams)
+    clip: ClipParams = Field(default_factory=ClipParams)
+    ppo: PpoParams = Field(default_factory=PpoParams)
+    preference: PreferenceParams = Field(default_factory=PreferenceParams)
+    rewards: RewardsParams = Field(default_factory=RewardsParams)
+    guards: GuardParams = Field(default_factory=GuardParams)
+    lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
+    precision: Precision = Field("bf16", description="bf16: autocast over float32 weights; fp32: none")
+    checkpoint_every: int = Field(5, ge=1, description="optimizer steps between checkpoints")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    engine: EngineParams = Field(default_factory=EngineParams)
+    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    threads: int = Field(
+        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        alone = {"ppo", "reinforce_pp"} | ON_PAIRS
+        if self.group < 2 and self.algorithm not in alone:
+            raise ValueError(
+                f"algorithm: {self.algorithm} compares samples of a prompt: group must be >= 2, is {self.group}"
+            )
+        if self.algorithm in ON_PAIRS - {"orpo"} and self.beta == 0:
+            raise ValueError(
+                f"algorithm: {self.algorithm} needs beta > 0 (0 gives a constant loss); .1 is usual"
+            )
+        return self
