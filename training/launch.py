@@ -1,0 +1,96 @@
+"""Starts a training program on one or several ranks: `python -m training.launch --processes N -m training.sft WORKDIR`.
+
+torchrun's agent runs in this process (loopback rendezvous on a free port, no restart: a failed stage resumes from its
+checkpoint when it is run again); with a hostfile the deepspeed launcher takes over. The exit code is the program's
+own, by kind of failure. A stop signal is passed on to the workers, which checkpoint and leave; the agent's own
+handlers are kept from ending them after 30 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from data.errors import EXIT_CODES, ConfigurationError, exit_code
+from training import lifeline
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Binds this process, runs the program on all ranks, returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.launch")
+    parser.add_argument("--processes", type=int, default=1, help="ranks on this machine")
+    parser.add_argument("--hostfile", type=Path, help="several machines: the deepspeed launcher's host file")
+    parser.add_argument("-m", dest="module", required=True, help="program, e.g. training.sft")
+    parser.add_argument("workdir", type=Path)
+    options = parser.parse_args(arguments)
+    lifeline.bind()
+    if options.processes < 1:
+        print(f"--processes must be >= 1, is {options.processes}", file=sys.stderr)
+        return exit_code(ConfigurationError())
+    _forward_stop_signals()
+    _quiet_environment()
+    if options.hostfile:
+        return _deepspeed(options.hostfile, options.module, options.workdir)
+    return _torchrun(options.processes, options.module, options.workdir)
+
+
+def _forward_stop_signals() -> None:
+    """Workers decide when to leave; the agent sees them end and ends too."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for pid in lifeline.children(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+
+
+def _quiet_environment() -> None:
+    """Threads are a parameter of the program; without the variable torchrun prints a banner about them."""
+    for name, value in {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": ""}.items():
+        if value:
+            os.environ.setdefault(name, value)
+
+
+def _torchrun(processes: int, module: str, workdir: Path) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command = ["--nproc-per-node", str(processes), *rendezvous, "--max-restarts", "0", "-m", module, str(workdir)]
+    try:
+        run(get_args_parser().parse_args(command))
+    except ChildFailedError as error:
+        return _failure(workdir, [failure.exitcode for failure in error.failures.values()])
+    return 0
+
+
+def _failure(workdir: Path, codes: list[int]) -> int:
+    """The kind in error.json, else the lowest known code; a signal leaves neither and is infrastructure."""
+    with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+        return EXIT_CODES[json.loads((workdir / "error.json").read_text(encoding="utf-8"))["kind"]]
+    known = sorted(code for code in codes if code in EXIT_CODES.values())
+    return known[0] if known else EXIT_CODES["infrastructure"]
+
+
+def _deepspeed(hostfile: Path, module: str, workdir: Path) -> int:
+    if not hostfile.is_file():
+        print(f"--hostfile {hostfile} does not exist", file=sys.stderr)
+        return exit_code(ConfigurationError())
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
+    with subprocess.Popen([*launcher, "--module", module, str(workdir)]) as process:
+        code = process.wait()
+    return 0 if code == 0 else _failure(workdir, [code])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
