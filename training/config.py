@@ -1,7 +1,8 @@
-"""The knobs of training: one frozen class a section of params.yaml, each field with its unit and where the default is from.
+"""The knobs of training: one frozen class a section of params.yaml, each field with its unit and where the
+default is from.
 
-A section is read before any weight is loaded. An unknown key, a wrong type or an impossible combination is an error
-there, never a surprise at step 164. Types are strict: `"8"` is no number and `true` is no 1.
+A section is read before any weight is loaded. An unknown key, a wrong type or an impossible combination is
+an error there, never a surprise at step 164. Types are strict: `"8"` is no number and `true` is no 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Section(BaseModel):
 
 
 class EngineParams(Section):
-    """How gradients become steps. `torch` and `deepspeed` give the same numbers; ZeRO saves memory on several ranks."""
+    """How gradients become steps. `torch` and `deepspeed` give the same numbers; ZeRO saves memory on
+    several ranks."""
 
     backend: Literal["deepspeed", "torch"] = Field(
         "deepspeed", description="deepspeed: ZeRO, float32 at most; torch: plain all-reduce, float64 allowed"
@@ -363,7 +365,8 @@ class OptimizeParams(Section):
         alone = {"ppo", "reinforce_pp"} | ON_PAIRS
         if self.group < 2 and self.algorithm not in alone:
             raise ValueError(
-                f"algorithm: {self.algorithm} compares samples of a prompt: group must be >= 2, is {self.group}"
+                f"algorithm: {self.algorithm} compares samples of a prompt: group must be >= 2, is "
+                f"{self.group}"
             )
         if self.algorithm in ON_PAIRS - {"orpo"} and self.beta == 0:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""Starts a training program on one or several ranks: `python -m training.launch --processes N -m training.sft WORKDIR`.
+"""Starts a training program on one or several ranks: `python -m training.launch --processes N -m
+training.sft WORKDIR`.
 
-torchrun's agent runs in this process (loopback rendezvous on a free port, no restart: a failed stage resumes from its
-checkpoint when it is run again); with a hostfile the deepspeed launcher takes over. The exit code is the program's
-own, by kind of failure. A stop signal is passed on to the workers, which checkpoint and leave; the agent's own
-handlers are kept from ending them after 30 seconds.
+torchrun's agent runs in this process (loopback rendezvous on a free port, no restart: a failed stage
+resumes from its checkpoint when it is run again); with a hostfile the deepspeed launcher takes over. The
+exit code is the program's own, by kind of failure. A stop signal is passed on to the workers, which
+checkpoint and leave; the agent's own handlers are kept from ending them after 30 seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def _forward_stop_signals() -> None:
 
 def _quiet_environment() -> None:
     """Threads are a parameter of the program; without the variable torchrun prints a banner about them."""
-    for name, value in {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": ""}.items():
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": "",
+    }.items():
         if value:
             os.environ.setdefault(name, value)
 
@@ -66,7 +71,16 @@ def _torchrun(processes: int, module: str, workdir: Path) -> int:
     from torch.distributed.run import get_args_parser, run
 
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command = ["--nproc-per-node", str(processes), *rendezvous, "--max-restarts", "0", "-m", module, str(workdir)]
+    command = [
+        "--nproc-per-node",
+        str(processes),
+        *rendezvous,
+        "--max-restarts",
+        "0",
+        "-m",
+        module,
+        str(workdir),
+    ]
     try:
         run(get_args_parser().parse_args(command))
     except ChildFailedError as error:

@@ -1,10 +1,10 @@
 """No process outlives the one that needs it.
 
-torchrun gives its workers sessions of their own and a killed `dvc` orphans its command, so a signal to a process group
-reaches neither. Every process of a training run binds itself: the kernel kills it when its parent dies (Linux), and a
-thread watches the parent and the processes named in PLUMBLINE_WATCH ("pid:start,..."; the start time keeps a reused
-pid from passing for the old process). On a loss the thread kills the descendants and leaves with the exit code of an
-infrastructure failure.
+torchrun gives its workers sessions of their own and a killed `dvc` orphans its command, so a signal to a
+process group reaches neither. Every process of a training run binds itself: the kernel kills it when its
+parent dies (Linux), and a thread watches the parent and the processes named in PLUMBLINE_WATCH
+("pid:start,..."; the start time keeps a reused pid from passing for the old process). On a loss the thread
+kills the descendants and leaves with the exit code of an infrastructure failure.
 
 The kernel's signal follows the parent's thread, not its process: start children from a thread that lives on.
 """

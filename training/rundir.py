@@ -1,8 +1,8 @@
 """The directory through which a training program speaks; no callback crosses it.
 
 In: config.json. Out: metrics.jsonl and journal.jsonl (deterministic, so that two runs give the same bytes),
-timing.jsonl (clock times, resume events), progress.json, result.json (last), error.json on failure. Rank 0 writes;
-the other ranks are silent, but any rank may leave the first error.json.
+timing.jsonl (clock times, resume events), progress.json, result.json (last), error.json on failure. Rank 0
+writes; the other ranks are silent, but any rank may leave the first error.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Params = TypeVar("Params", bound=BaseModel)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file atomically: a reader sees the old text or the new one, a crash leaves one of them."""
+    """Replaces a JSON file atomically: a reader sees the old text or the new one, a crash leaves one of
+    them."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, ensure_ascii=False, indent=1, sort_keys=True)
@@ -50,7 +51,8 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path, rank: int) -> RunDir:
-        """Reads config.json, removes what an earlier try ended with, and turns SIGTERM and SIGINT into a wish."""
+        """Reads config.json, removes what an earlier try ended with, and turns SIGTERM and SIGINT into a
+        wish."""
         file = path / "config.json"
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -88,7 +90,8 @@ class RunDir:
             path = Path(self.config["inputs"][name])
         except KeyError:
             raise ConfigurationError(
-                f"{self.path / 'config.json'}: inputs.{name} is missing; given: {sorted(self.config['inputs'])}"
+                f"{self.path / 'config.json'}: inputs.{name} is missing; given: "
+                f"{sorted(self.config['inputs'])}"
             ) from None
         if not path.exists():
             raise ConfigurationError(f"inputs.{name}: {path} does not exist")
@@ -122,7 +125,8 @@ class RunDir:
         return {name: _size(self.path / name) for name in FOLLOWED}
 
     def rewind(self, offsets: Mapping[str, int]) -> None:
-        """Cuts the deterministic files back to a checkpoint (to nothing without one): no gap, no double line."""
+        """Cuts the deterministic files back to a checkpoint (to nothing without one): no gap, no double
+        line."""
         if self.rank:
             return
         for name in FOLLOWED:
@@ -151,7 +155,8 @@ def seed_everything(seed: int) -> None:
 
 
 def program(main: Callable[[RunDir], None]) -> None:
-    """Runs a training program as a process: `python -m training.NAME WORKDIR`, its failures as files and exit codes."""
+    """Runs a training program as a process: `python -m training.NAME WORKDIR`, its failures as files and
+    exit codes."""
     lifeline.bind()
     # The deepspeed launcher adds --local_rank=N; torchrun says the same by environment.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
@@ -163,7 +168,7 @@ def program(main: Callable[[RunDir], None]) -> None:
         run = RunDir.open(path, int(os.environ.get("RANK", "0")))
         _prepare(run)
         main(run)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the last frame: every failure becomes a file and a code
         _write_error(path, error)
         if not isinstance(error, PlumblineError):
             traceback.print_exc()

@@ -1,0 +1,208 @@
+"""Prompts and answers as tensors: each prompt once, batches filled by tokens.
+
+A tree is a prompt with its answers: one for a demonstration, two for a pair, G for a group. `shared` lays a
+tree out as one row, prompt first and then its answers side by side; each answer sees the prompt and itself,
+and counts its positions from the prompt's end, so that every number equals that of separate rows. Whatever
+the layout, all that a loss reads is [N, R]: N answers in order of trees, R the longest answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A prompt and its answers, as ids; every answer has at least its end of turn."""
+
+    key: str
+    prompt: list[int]
+    answers: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one micro batch. B rows of T positions; N answers of at most R tokens."""
+
+    input_ids: Int[Tensor, "B T"]
+    position_ids: Int[Tensor, "B T"]
+    attention: Bool[Tensor, "B 1 T T"] | None
+    """True where a query may look at a key; None: plain causal, padding on the right."""
+    padding: Bool[Tensor, "B T"]
+    """True on padding."""
+    source: Int[Tensor, "N R"]
+    """Position in the flattened [B * T] whose hidden state predicts the answer's token."""
+    targets: Int[Tensor, "N R"]
+    mask: Bool[Tensor, "N R"]
+    last: Int[Tensor, " N"]
+    """Position in [B * T] of each answer's last token."""
+    tree: Int[Tensor, " N"]
+    """Which tree of the batch an answer belongs to."""
+    tokens: int
+    """Real tokens that are computed."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on a device."""
+        moved = {
+            field.name: value.to(device) if isinstance(value, Tensor) else value
+            for field in dataclasses.fields(self)
+            for value in (getattr(self, field.name),)
+        }
+        return type(self)(**moved)
+
+
+def row_lengths(tree: Tree, shared: bool) -> list[int]:
+    """Lengths of the rows that a tree becomes."""
+    if shared:
+        return [len(tree.prompt) + sum(map(len, tree.answers))]
+    return [len(tree.prompt) + len(answer) for answer in tree.answers]
+
+
+def plan(trees: Sequence[Tree], token_budget: int, shared: bool) -> list[list[int]]:
+    """Micro batches as indices of trees, longest first (memory's worst case comes at once): rows * longest
+    <= budget.
+
+    A tree is never cut in two; one that is over the budget by itself is a batch of its own.
+    """
+    return fill([row_lengths(tree, shared) for tree in trees], token_budget)
+
+
+def fill(lengths: Sequence[Sequence[int]], token_budget: int) -> list[list[int]]:
+    """Groups items, each with the lengths of its rows, so that rows * longest row stays within the budget."""
+    order = sorted(range(len(lengths)), key=lambda index: (-max(lengths[index]), index))
+    batches: list[list[int]] = []
+    rows = longest = 0
+    for index in order:
+        more = len(lengths[index])
+        if not batches or (rows + more) * longest > token_budget:
+            batches.append([])
+            rows, longest = 0, max(lengths[index])
+        batches[-1].append(index)
+        rows += more
+    return batches
+
+
+def deal(batches: Sequence[list[int]], rank: int, world: int) -> list[tuple[list[int], bool]]:
+    """A rank's share of a step's micro batches, and whether each counts.
+
+    Ranks must enter each collective equally often, so a rank that is one short computes the first batch
+    again with weight zero.
+    """
+    mine: list[tuple[list[int], bool]] = []
+    for start in range(0, len(batches), world):
+        at = start + rank
+        mine.append((batches[at], True) if at < len(batches) else (batches[0], False))
+    return mine
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """Order of the rows in an epoch, a pure function of seed and epoch: a resumed run needs no saved
+    order."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return [int(index) for index in torch.randperm(count, generator=generator)]
+
+
+def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
+    """Rows of an optimizer step (from 0): the epoch's order cut into batches, a short one at its end."""
+    epoch, at = divmod(step, steps_per_epoch(count, batch))
+    return epoch_order(count, seed, epoch)[at * batch : (at + 1) * batch]
+
+
+def steps_per_epoch(count: int, batch: int) -> int:
+    """Optimizer steps an epoch, the partial last batch included."""
+    return -(-count // batch)
+
+
+def collate(trees: Sequence[Tree], pad_id: int, shared: bool) -> Batch:
+    """Tensors of some trees, padded on the right."""
+    assert trees and all(tree.prompt and tree.answers and all(tree.answers) for tree in trees)
+    rows = [(tree.prompt, tree.answers) for tree in trees] if shared else [
+        (tree.prompt, [answer]) for tree in trees for answer in tree.answers
+    ]  # fmt: skip
+    width = max(len(prompt) + sum(map(len, answers)) for prompt, answers in rows)
+    longest = max(len(answer) for tree in trees for answer in tree.answers)
+    count = sum(len(tree.answers) for tree in trees)
+    ids = torch.full((len(rows), width), pad_id)
+    # Padding goes on counting: a position that fell back would read as a second, packed sequence.
+    positions = torch.arange(width).repeat(len(rows), 1)
+    padding = torch.ones(len(rows), width, dtype=torch.bool)
+    source, targets = (
+        torch.zeros(count, longest, dtype=torch.long),
+        torch.zeros(count, longest, dtype=torch.long),
+    )
+    mask = torch.zeros(count, longest, dtype=torch.bool)
+    last = torch.zeros(count, dtype=torch.long)
+    owner = torch.tensor([index for index, tree in enumerate(trees) for _ in tree.answers])
+    number = 0
+    for row, (prompt, answers) in enumerate(rows):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        at = len(prompt)
+        for answer in answers:
+            end = at + len(answer)
+            ids[row, at:end] = torch.tensor(answer)
+            positions[row, at:end] = torch.arange(len(prompt), len(prompt) + len(answer))
+            source[number, : len(answer)] = row * width + torch.tensor([len(prompt) - 1, *range(at, end - 1)])
+            targets[number, : len(answer)] = torch.tensor(answer)
+            mask[number, : len(answer)] = True
+            last[number] = row * width + end - 1
+            number += 1
+            at = end
+        padding[row, :at] = False
+    attention = _tree_attention(rows, width) if shared else None
+    real = int((~padding).sum())
+    return Batch(ids, positions, attention, padding, source, targets, mask, last, owner, real)
+
+
+def _tree_attention(rows: Sequence[tuple[list[int], list[list[int]]]], width: int) -> Bool[Tensor, "B 1 T T"]:
+    """Causal, and no answer sees another one. Padding sees itself, so that no row of the softmax is empty."""
+    part = torch.full((len(rows), width), -1)
+    for row, (prompt, answers) in enumerate(rows):
+        part[row, : len(prompt)] = 0
+        at = len(prompt)
+        for number, answer in enumerate(answers, 1):
+            part[row, at : at + len(answer)] = number
+            at += len(answer)
+    query, key = part[:, :, None], part[:, None, :]
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    allowed = causal & ((query == key) | ((key == 0) & (query >= 0)))
+    return allowed[:, None]
+
+
+def cannot_share(model: nn.Module) -> str | None:
+    """Why this model must compute a prompt once an answer, or None when it may be shared."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return "the model has no config that could be checked"
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = set(getattr(config, "layer_types", None) or ())
+    attention = getattr(config, "_attn_implementation", None)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward = inspect.signature(getattr(inner, "base_model", inner).forward).parameters
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+    reasons = {
+        "it takes no position_ids": "position_ids" not in forward,
+        f"attention {attention} takes no 4-D mask": attention not in ("sdpa", "eager"),
+        f"layers of type {sorted(layers - {'full_attention'})}": bool(layers - {"full_attention"}),
+        "sliding window": bool(getattr(config, "sliding_window", None))
+        and getattr(config, "use_sliding_window", True),
+        "recurrent state": any(
+            hasattr(config, name) for name in ("state_size", "mamba_d_state", "ssm_cfg", "rwkv")
+        ),
+        "mixture of experts: its auxiliary loss counts tokens": any(
+            getattr(config, name, None) for name in experts
+        ),
+        "dropout above 0": any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+        or any(
+            getattr(config, name, 0)
+            for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        ),
+    }
+    return next((reason for reason, found in reasons.items() if found), None)

@@ -1,0 +1,131 @@
+"""Log-probabilities of answers, exact and lean: hidden states only where a loss reads them, the LM head in
+chunks.
+
+    logp[n, r] = log_softmax(head(h[source[n, r]]) / T)[targets[n, r]]          (T: the sampling temperature)
+    entropy[n, r] = -sum_v p_v log p_v                                           (of the same distribution)
+
+A chunk's logits are made again in the backward pass, so the largest tensor is [chunk, V] in float32, never
+[B, T, V]. The softmax is float32 (float64 for float64 weights) under any autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from training.batches import Batch
+
+CHUNK = 256
+Head = Callable[[Tensor], Tensor]
+
+
+def backbone_and_head(model: nn.Module) -> tuple[nn.Module, Head]:
+    """The part of a causal LM that makes hidden states, and the function from them to logits."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    linear = inner.get_output_embeddings()
+    config = inner.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = linear(hidden)
+        if scale != 1.0:
+            logits = logits * scale
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    return inner.base_model, head
+
+
+def hidden_states(backbone: nn.Module, batch: Batch) -> Float[Tensor, "BT H"]:
+    """Last hidden states of all positions, flattened so that `source` and `last` index them."""
+    attention: Tensor | None = batch.attention
+    config: Any = backbone.config
+    if attention is not None and config._attn_implementation == "eager":
+        # Eager attention adds its mask to the scores; a bool would add 1 where it should be 0.
+        dtype = next(backbone.parameters()).dtype
+        attention = torch.zeros(attention.shape, dtype=dtype, device=attention.device).masked_fill(
+            ~attention, torch.finfo(dtype).min
+        )
+    out = backbone(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=attention, use_cache=False
+    )
+    hidden: Tensor = out.last_hidden_state
+    return hidden.flatten(0, 1)
+
+
+def answer_logprobs(
+    model: nn.Module,
+    batch: Batch,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    entropy: bool = False,
+) -> tuple[Float[Tensor, "N R"], Float[Tensor, "N R"] | None]:
+    """Log-probability of each answer token, and the entropy where asked for; zeros where `mask` is False."""
+    backbone, head = backbone_and_head(model)
+    hidden = hidden_states(backbone, batch)
+    return read_logprobs(hidden, head, batch, temperature, chunk, entropy)
+
+
+def read_logprobs(
+    hidden: Float[Tensor, "BT H"],
+    head: Head,
+    batch: Batch,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    entropy: bool = False,
+) -> tuple[Float[Tensor, "N R"], Float[Tensor, "N R"] | None]:
+    """The same from hidden states that are there already (a value head reads them too)."""
+    assert temperature > 0
+    read = hidden[batch.source[batch.mask]]
+    targets = batch.targets[batch.mask]
+    parts = [
+        _chunk(head, read[at : at + chunk], targets[at : at + chunk], temperature, entropy)
+        for at in range(0, len(targets), chunk)
+    ]
+    logp = _scatter(torch.cat([part[0] for part in parts]), batch)
+    if not entropy:
+        return logp, None
+    return logp, _scatter(torch.cat([part[1] for part in parts]), batch)
+
+
+def _chunk(
+    head: Head, hidden: Float[Tensor, "C H"], targets: Int[Tensor, " C"], temperature: float, entropy: bool
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
+    def compute(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        total = logits.logsumexp(-1)
+        logp = logits.gather(-1, targets[:, None])[:, 0] - total
+        if not entropy:
+            return logp, logp.detach()
+        return logp, total - (logits.softmax(-1) * logits).sum(-1)
+
+    if not torch.is_grad_enabled():
+        return compute(hidden)
+    first, second = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
+    return first, second
+
+
+def _scatter(values: Float[Tensor, " K"], batch: Batch) -> Float[Tensor, "N R"]:
+    return torch.zeros(batch.mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
+        batch.mask, values
+    )
+
+
+class AnswerLogprobs(nn.Module):
+    """A causal LM whose forward pass is `answer_logprobs`: the module that the engine wraps and calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, batch: Batch, temperature: float = 1.0, chunk: int = CHUNK, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `answer_logprobs`."""
+        return answer_logprobs(self.model, batch, temperature, chunk, entropy)
