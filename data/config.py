@@ -80,7 +80,7 @@ class DataParams(_Section):
     min_pairs: int = Field(default=100, ge=0)
     """Pairs that must be kept, else the stage fails; 0 admits data without pairs."""
     max_quarantine_share: Share = 0.1
-    """Share of faulty rows above which the stage fails (duplicates and skipped annotations are not faults)."""
+    """Share of faulty rows above which the stage fails (duplicates and skipped annotations are no faults)."""
     max_row_bytes: int = Field(default=4 * 1024 * 1024, ge=64)
     """Bytes of a row as it stands in the file; a longer one is refused without being held in memory."""
     max_chars: int = Field(default=100_000, ge=1)

@@ -2,8 +2,8 @@
 
 Each record knows its prompt as messages, its `group` (records of one group are never parted between splits),
 an `id` made from its content, and its `source` (file and line), so that a model can be followed back to the
-rows that taught it and a row forward to the models that it touched. The bytes are canonical: keys in order, no
-spaces, UTF-8, one record a line, and the three line separators that some readers split at are escaped.
+rows that taught it and a row forward to the models that it touched. The bytes are canonical: keys in order,
+no spaces, UTF-8, one record a line, and the three line separators that some readers split at are escaped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Message(_Frozen):
 
 class _Record(_Frozen):
     prompt: tuple[Message, ...] = Field(strict=False)
-    """An optional system message, then user and assistant turns in alternation; the last one is the user's."""
+    """An optional system message, then user and assistant turns in alternation, the last one the user's."""
     id: str
     """First 16 hexadecimal digits of the SHA-256 of the record's content."""
     group: str
@@ -149,8 +149,8 @@ def prompt_text(prompt: Sequence[Message]) -> str:
 def normalise_prompt(text: str) -> str:
     """`text` without what does not make it another question: case, width, punctuation, symbols and spaces.
 
-    A text of nothing but punctuation keeps its marks, so that "?" and "!!" do not become one prompt. Arithmetic
-    signs stay, because "2 + 3" and "2 * 3" are different questions.
+    A text of nothing but punctuation keeps its marks, so that "?" and "!!" do not become one prompt.
+    Arithmetic signs stay, because "2 + 3" and "2 * 3" are different questions.
     """
     folded = unicodedata.normalize("NFKC", text).casefold()
     kept = "".join(
@@ -163,8 +163,8 @@ def normalise_prompt(text: str) -> str:
 def group_key(prompt: Sequence[Message], by: Literal["opening", "prompt"] = "opening") -> str:
     """Key of the prompt group, on normalised text.
 
-    `opening`: the first user turn. Conversations that grew from one question share their history, and an answer
-    judged in one is context in the other, so they stay together. `prompt`: all turns but the system message.
+    `opening`: the first user turn. Conversations that grew from one question share their history, and an
+    answer judged in one is context in the other, so they stay together. `prompt`: all turns but the system's.
     """
     turns = [message for message in prompt if message.role != "system"]
     if by == "opening":

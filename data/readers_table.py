@@ -1,0 +1,173 @@
+"""CSV and Parquet files and Hugging Face data sets as raw rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import JsonValue
+
+from data.checks import Fault
+from data.config import HubParams
+from data.errors import DataError, InfrastructureError
+from data.readers_json import BOM, RawRow, bounded_lines, oversize
+
+_TYPED_COLUMNS = ("votes", "weight", "disputed")
+_BATCH = 64
+
+
+def read_csv(stream: BinaryIO, limit: int) -> Iterator[RawRow]:
+    """Rows of a table with a header. Its separator is what the header has most of: comma, semicolon or tab.
+
+    An empty cell is null. A cell that spells a list of messages is read as one; all others are text.
+    """
+    rows = _table_rows(stream, limit)
+    _, head = next(rows, (0, ""))
+    if isinstance(head, Fault):
+        raise DataError(f"the header can not be read: {head.message}")
+    separator = _separator(head)
+    csv.field_size_limit(limit)
+    names = [name.strip() for name in _cells(head, separator)]
+    for line, text in rows:
+        if isinstance(text, Fault):
+            yield RawRow(line, text)
+            continue
+        try:
+            cells = _cells(text, separator)
+        except csv.Error as error:
+            yield RawRow(line, Fault("bad_row", "row", f"not a row of the table: {error}", text))
+            continue
+        if len(cells) != len(names):
+            message = f"the row has {len(cells)} cells, the header {len(names)}; mind quotes and separators"
+            yield RawRow(line, Fault("bad_row", "row", message, text))
+            continue
+        yield RawRow(line, {name: _cell(name, cell) for name, cell in zip(names, cells, strict=True)})
+
+
+def _separator(head: str) -> str:
+    return max(",;\t", key=head.count)
+
+
+def _open_after(line: str, separator: str, quoted: bool) -> bool:
+    """Whether a quoted cell is still open at the end of the line. A quote within a bare cell opens none."""
+    at = 0
+    while True:
+        if not quoted and line.startswith('"', at):
+            quoted, at = True, at + 1
+        while quoted:
+            at = line.find('"', at) + 1
+            if at == 0:
+                return True
+            quoted = line.startswith('"', at)  # Doubled: a mark in the cell, which stays open.
+            at += quoted
+        at = line.find(separator, at) + 1
+        if at == 0:
+            return False
+
+
+def _table_rows(stream: BinaryIO, limit: int) -> Iterator[tuple[int, str | Fault]]:
+    """(first line, text) of each row; a row goes on over line ends while a quote is open."""
+    start, pieces, size, quoted, separator = 1, list[str](), 0, False, ","
+    for number, raw in bounded_lines(stream, limit):
+        if isinstance(raw, Fault):
+            yield (start if quoted else number), raw
+            pieces, size, quoted = [], 0, False
+            continue
+        if number == 1:
+            raw = raw.removeprefix(BOM)
+        try:
+            line = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield number, Fault("encoding", "row", f"byte {error.start} is not UTF-8; save the file as UTF-8")
+            pieces, size, quoted = [], 0, False
+            continue
+        if number == 1:
+            separator = _separator(line)
+        if not quoted:
+            start, pieces, size = number, [], 0
+        quoted = _open_after(line, separator, quoted)
+        size += len(raw) + 1
+        if size <= limit + 1:
+            pieces.append(line)
+        if quoted:
+            continue
+        if size > limit + 1:
+            yield start, oversize(size, limit)
+        elif text := "\n".join(pieces).removesuffix("\r"):
+            yield start, text
+    if quoted:
+        yield start, Fault("bad_row", "row", "a quote is opened here and never closed; close it or double it")
+
+
+def _cells(text: str, separator: str) -> list[str]:
+    return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator))
+
+
+def _cell(name: str, cell: str) -> JsonValue:
+    if cell == "":
+        return None
+    typed = name in _TYPED_COLUMNS
+    if typed or (cell.startswith("[{") and ('"role"' in cell or '"from"' in cell)):
+        try:
+            value: JsonValue = json.loads(cell.lower() if typed else cell)
+        except ValueError:
+            return cell
+        return value
+    return cell
+
+
+def read_parquet(path: Path, limit: int) -> Iterator[RawRow]:
+    """Rows of a Parquet file, batch by batch; `line` is the row's number."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        number = 0
+        for batch in table.iter_batches(batch_size=_BATCH):
+            for row in batch.to_pylist():
+                number += 1
+                yield _plain(number, row, limit)
+
+
+def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:
+    """Rows of a data set saved by `save_to_disk` (a folder) or on the hub (an id, streamed)."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import datasets
+
+    rows: Iterable[Mapping[str, object]]
+    try:
+        if Path(name).is_dir():
+            loaded = datasets.load_from_disk(name)
+            if isinstance(loaded, datasets.DatasetDict):
+                if hub.split not in loaded:
+                    splits = ", ".join(sorted(loaded))
+                    raise DataError(f"{name}: no split {hub.split!r}, only: {splits}; set data.hub.split")
+                loaded = loaded[hub.split]
+            rows = loaded
+        else:
+            rows = datasets.load_dataset(
+                name, hub.config, split=hub.split, revision=hub.revision, streaming=True
+            )
+    except (ConnectionError, TimeoutError) as error:
+        raise InfrastructureError(
+            f"data.files: {name} is no local path and the hub can not be reached ({error}); give a local path"
+        ) from error
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"data.files: {name} is neither a path nor a readable data set: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield _plain(number, row, limit)
+
+
+def _plain(number: int, row: Mapping[str, object], limit: int) -> RawRow:
+    """A row of typed columns as JSON: times and decimals become text, a NaN (how tables write a gap) null."""
+    text = json.dumps(row, default=str)
+    if len(text) > limit:
+        return RawRow(number, oversize(len(text), limit))
+    value: dict[str, JsonValue] = json.loads(text, parse_constant=lambda name: None)
+    return RawRow(number, value)
