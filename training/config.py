@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["auto", "bf16", "fp32"]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -89,7 +89,10 @@ class SftParams(Section):
     clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay, matrices only")
     lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
-    precision: Precision = Field("bf16", description="bf16: autocast over float32 weights; fp32: none")
+    precision: Precision = Field(
+        "auto",
+        description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
+    )
     checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
     engine: EngineParams = Field(default_factory=EngineParams)
@@ -153,7 +156,10 @@ class RewardParams(Section):
     lora: LoraParams | None = Field(
         None, description="adapters on a causal LM; null: all weights are trained"
     )
-    precision: Precision = Field("bf16", description="bf16: autocast over float32 weights; fp32: none")
+    precision: Precision = Field(
+        "auto",
+        description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
+    )
     gate: GateParams = Field(default_factory=GateParams)
     checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
@@ -351,7 +357,10 @@ class OptimizeParams(Section):
     rewards: RewardsParams = Field(default_factory=RewardsParams)
     guards: GuardParams = Field(default_factory=GuardParams)
     lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
-    precision: Precision = Field("bf16", description="bf16: autocast over float32 weights; fp32: none")
+    precision: Precision = Field(
+        "auto",
+        description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
+    )
     checkpoint_every: int = Field(5, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
     engine: EngineParams = Field(default_factory=EngineParams)

@@ -1,0 +1,256 @@
+"""Models in and out: loading a policy, its reference, and publishing merged weights.
+
+Trainable weights are float32 and the caller computes under `autocast`; under LoRA the frozen base stays in
+bfloat16, which halves its memory and the time of casting it. Every stage publishes full merged weights, so
+the next stage's base is exactly this stage's model and "adapters off" is exactly the reference.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from data.errors import ConfigurationError, InfrastructureError
+from training.config import LoraParams, Precision
+
+ATTENTION = r".*\.(q_proj|k_proj|v_proj|o_proj|out_proj|c_attn|qkv_proj|query_key_value)"
+SAME_WEIGHTS_KL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Mean KL in nats a token allowed between the trained model and its saved copy: rounding of the weights, no
+more."""
+
+
+def device() -> torch.device:
+    """This rank's accelerator (CUDA, ROCm, NPU, ... through torch.accelerator), else the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def resolve(precision: Precision) -> Literal["bf16", "fp32"]:
+    """What `auto` means here: bf16 where the hardware multiplies it, else fp32.
+
+    A CPU without AVX512-BF16 or AMX emulates it: measured 6 times slower forward and 30 times backward.
+    """
+    if precision != "auto":
+        return precision
+    where = device()
+    if where.type == "cpu":
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        native = where.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
+
+
+def autocast(precision: Precision) -> AbstractContextManager[None]:
+    """bfloat16 where it is safe, over float32 weights; nothing for fp32."""
+    context: AbstractContextManager[None] = torch.autocast(
+        device().type, torch.bfloat16, enabled=resolve(precision) == "bf16"
+    )
+    return context
+
+
+def load_causal(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM from a local folder; a weight that the file does not hold is an error, never a random
+    number."""
+    disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: no causal language model could be loaded ({error})") from error
+    if info["missing_keys"]:
+        raise ConfigurationError(f"{path}: weights are missing: {sorted(info['missing_keys'])[:5]}")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def load_policy(
+    path: Path | str, precision: Precision, lora: LoraParams | None, gradient_checkpointing: bool = False
+) -> Any:
+    """A causal LM ready to be trained, on this rank's device: all of it in float32, or adapters on a frozen
+    base."""
+    frozen = torch.bfloat16 if lora and resolve(precision) == "bf16" else torch.float32
+    model: Any = load_causal(path, frozen)
+    model.config.use_cache = False
+    if lora:
+        model = add_lora(model, lora)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.to(device()).train()
+
+
+def add_lora(model: PreTrainedModel, lora: LoraParams) -> Any:
+    """The model with fresh float32 adapters; B starts at zero, so the function is unchanged."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    kind = (
+        TaskType.CAUSAL_LM
+        if hasattr(model, "lm_head") or model.can_generate()
+        else TaskType.FEATURE_EXTRACTION
+    )
+    target = "all-linear" if lora.target == "all-linear" else ATTENTION
+    config = LoraConfig(
+        task_type=kind, r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=target
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether adapters can be switched off."""
+    return hasattr(model, "disable_adapter")
+
+
+class Reference:
+    """The policy as it was: adapters off, or a frozen copy made at construction. Enter it as often as needed.
+
+    with ref as frozen: ref_logp, _ = answer_logprobs(frozen, batch)      (no gradient inside)
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._copy = None if is_lora(model) else copy.deepcopy(model).requires_grad_(False).eval()
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Any:
+        contexts = (
+            [torch.no_grad()] if self._copy is not None else [torch.no_grad(), self._model.disable_adapter()]
+        )
+        for context in contexts:
+            context.__enter__()
+        self._open = contexts
+        return self._model if self._copy is None else self._copy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for context in reversed(self._open):
+            context.__exit__(kind, error, trace)
+
+
+def reference(model: Any) -> Reference:
+    """Call it before the first update; see `Reference`."""
+    return Reference(model)
+
+
+def merged_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Full weights under the plain model's names: W + alpha/rank B A in float32 where there are adapters.
+
+    `state` replaces the model's own tensors where those are sharded (ZeRO-3).
+    """
+    tensors = dict(model.state_dict() if state is None else state)
+    if not is_lora(model):
+        return tensors
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        down, up = (tensors[f"{name}.lora_{half}.default.weight"].float() for half in "AB")
+        delta = module.scaling["default"] * (up @ down)
+        weight = f"{name}.base_layer.weight"
+        tensors[weight] = tensors[weight].float() + (delta.T if module.fan_in_fan_out else delta)
+    plain = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in plain.items()
+    }
+
+
+def merge_and_save(
+    model: Any,
+    tok: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Publishes merged weights and tokenizer; the folder is complete and audited, or absent."""
+    inner: Any = model.get_base_model() if is_lora(model) else model
+    weights = {name: t.detach().to("cpu", dtype) for name, t in merged_state(model, state).items()}
+    for name, tensor in weights.items():
+        if tensor.numel() == 0 or not bool(tensor.isfinite().all()):
+            raise InfrastructureError(f"{folder}: {name} is empty or not finite; nothing was published")
+    config = copy.deepcopy(inner.config)
+    config.dtype, config.use_cache, config._name_or_path = dtype, True, ""
+    config.pad_token_id = tok.pad_token_id
+    with torch.device("meta"):
+        clean = type(inner)(config)
+    clean.load_state_dict(weights, strict=False, assign=True)
+    clean.tie_weights()
+    if any(parameter.is_meta for parameter in clean.parameters()):
+        raise InfrastructureError(
+            f"{folder}: weights are missing in the trained model; nothing was published"
+        )
+    clean.generation_config = copy.deepcopy(inner.generation_config)
+    clean.generation_config.pad_token_id = tok.pad_token_id
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    clean.save_pretrained(unfinished)
+    tok.save_pretrained(unfinished)
+    _without_paths(unfinished)
+    _audit(unfinished, weights, None if state is not None else model, dtype)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def _without_paths(folder: Path) -> None:
+    """Takes out what says where a model was loaded from: two runs must give the same bytes."""
+    for file in sorted(folder.glob("*.json")):
+        value = json.loads(file.read_text(encoding="utf-8"))
+        found = [key for key in ("_name_or_path", "name_or_path") if isinstance(value, dict) and key in value]
+        if found:
+            for key in found:
+                del value[key]
+            file.write_text(
+                json.dumps(value, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
+
+
+def _audit(folder: Path, weights: Mapping[str, Tensor], model: Any | None, dtype: torch.dtype) -> None:
+    """Loads what was written: every tensor equal to the one meant, and the function the trained one's."""
+    saved = load_causal(folder, dtype)
+    found = saved.state_dict()
+    wrong = sorted(name for name in weights if name in found and not torch.equal(found[name], weights[name]))
+    if wrong or not set(found) <= set(weights) | {"lm_head.weight"}:
+        raise InfrastructureError(
+            f"{folder}: read back, these weights differ: {wrong[:5]}; the disk may be full"
+        )
+    if model is None:
+        return
+    bound = SAME_WEIGHTS_KL[dtype]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, saved.config.get_text_config().vocab_size, (1, 32), generator=generator)
+    with torch.no_grad():
+        ours = model(input_ids=ids.to(device()), use_cache=False).logits.float().log_softmax(-1).cpu()
+        theirs = saved.to(torch.float32)(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    kl = float((ours.exp() * (ours - theirs)).sum(-1).mean())
+    if not kl <= bound:
+        raise InfrastructureError(
+            f"{folder}: the saved model differs from the trained one by {kl:.2g} nats a token (bound "
+            f"{bound}); "
+            f"save in float32 (model.dtype: float32) or train fewer steps"
+        )
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the sorted relative names and bytes of a folder's files."""
+    whole = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        whole.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as content:
+            whole.update(hashlib.file_digest(content, "sha256").digest())
+    return whole.hexdigest()
