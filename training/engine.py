@@ -1,0 +1,320 @@
+"""Gradients to steps: one engine, two backends, and the only place that imports deepspeed.
+
+`torch` is plain AdamW with an all-reduce, and allows float64; `deepspeed` adds ZeRO. Both count alike: a
+loss comes divided by the GLOBAL number of tokens or pairs, gradients are summed over ranks, so how a batch
+is split does not show. A gradient that is not finite moves nothing: neither weights nor optimizer state
+nor, with them, the run.
+
+DeepSpeed here needs no compiler: torch's AdamW in place of its own, and its shared-memory operator is not
+built.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.errors import ConfigurationError, DivergenceError
+from training.config import EngineParams
+from training.models import device
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    lr: float
+    finite: bool
+    """False: the gradient was not finite, nothing moved and the gradient is gone."""
+
+
+def connect() -> tuple[int, int]:
+    """Joins the process group that the launcher describes, or makes one of a single rank; returns rank and
+    world."""
+    if not dist.is_initialized():
+        where = device()
+        if where.type != "cpu":
+            torch.accelerator.set_device_index(where.index)
+        backend = dist.get_default_backend_for_device(where)
+        if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        else:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+            )
+    return dist.get_rank(), dist.get_world_size()
+
+
+class Engine:
+    """Owns optimizer, schedule and gradients of one module. Every rank calls the same methods in the same
+    order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: EngineParams,
+        *,
+        lr: float,
+        total_steps: int,
+        warmup: float,
+        min_lr_share: float,
+        weight_decay: float,
+        clip_norm: float,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        fast: Iterable[nn.Parameter] = (),
+        fast_factor: float = 1.0,
+    ) -> None:
+        """`fast` parameters (a new head) learn `fast_factor` times as fast as the others."""
+        self.rank, self.world = connect()
+        self.params = params
+        self.steps = 0
+        self.nonfinite = 0
+        """Steps in a row whose gradient was not finite."""
+        self._schedule = (lr, total_steps, max(1, round(warmup * total_steps)) if warmup else 0, min_lr_share)
+        self._scale = 1.0
+        self._clip = clip_norm
+        groups = _groups(module, weight_decay, {id(parameter) for parameter in fast}, fast_factor)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=lr, betas=betas or (params.beta1, params.beta2), eps=eps or params.eps
+        )
+        self._deepspeed: Any = None
+        self._module = module
+        if params.backend == "deepspeed":
+            self._deepspeed = _wrap(module, self._optimizer, params, clip_norm)
+
+    @property
+    def module(self) -> nn.Module:
+        """What to call; the module itself, or DeepSpeed's engine around it."""
+        wrapped: nn.Module = self._module if self._deepspeed is None else self._deepspeed
+        return wrapped
+
+    def lr(self) -> float:
+        """Learning rate of the next step: linear warmup, then a cosine down to a share of the peak, times
+        the scale."""
+        peak, total, warmup, share = self._schedule
+        if self.steps < warmup:
+            return peak * self._scale * (self.steps + 1) / warmup
+        done = min(1.0, (self.steps - warmup) / max(1, total - warmup))
+        return peak * self._scale * (share + (1 - share) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiplies all later learning rates; a guard's answer to trouble. Kept in checkpoints."""
+        self._scale *= factor
+
+    @property
+    def lr_scale(self) -> float:
+        """Product of all `scale_lr` factors."""
+        return self._scale
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Adds the gradient of a micro batch; `last` says that `step` comes next. Loss: divided by the
+        global count."""
+        if self._deepspeed is None:
+            loss.backward()
+            return
+        self._deepspeed.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks; the loss is already a share of the global one, so that is undone.
+        self._deepspeed.backward(loss * self.world)
+
+    def step(self) -> StepInfo:
+        """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
+        divergence."""
+        lr = self.lr()
+        optimizer = self._optimizer if self._deepspeed is None else self._deepspeed.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
+        norm = self._torch_step() if self._deepspeed is None else self._deepspeed_step()
+        finite = math.isfinite(norm)
+        self.steps += 1
+        self.nonfinite = 0 if finite else self.nonfinite + 1
+        if self.nonfinite >= self.params.nonfinite_limit:
+            raise DivergenceError(
+                f"the gradient was not finite in {self.nonfinite} steps in a row (engine.nonfinite_limit); "
+                "lower lr, or look for broken rows or rewards; the last checkpoint is unharmed"
+            )
+        return StepInfo(norm, lr, finite)
+
+    def _torch_step(self) -> float:
+        gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        if self.world > 1:
+            for parameter in self._trainable():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+            gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        norm = _norm(gradients)
+        if math.isfinite(norm):
+            _clip(gradients, norm, self._clip)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _deepspeed_step(self) -> float:
+        engine = self._deepspeed
+        if not engine.zero_optimization():
+            # Stage 0 would step into a NaN; the stages above check for themselves and skip.
+            norm = _norm([p.grad for p in self._trainable() if p.grad is not None])
+            if math.isfinite(norm):
+                engine.step()
+            else:
+                engine.zero_grad()
+            return norm
+        engine.step()
+        if engine.optimizer.overflow:
+            return math.inf
+        return float(engine.get_global_grad_norm())
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums counts over ranks, in float64 where the device has it."""
+        if self.world == 1:
+            return [float(value) for value in values]
+        where = device()
+        dtype = torch.float32 if where.type == "mps" else torch.float64
+        total = torch.tensor(list(values), dtype=dtype, device=where)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.world > 1:
+            dist.barrier()
+
+    def full_state(self, part: nn.Module) -> dict[str, Tensor] | None:
+        """All tensors of a part of the module on the CPU at rank 0 under ZeRO-3 (every rank must call it),
+        else None: the module holds them itself."""
+        if self.params.zero != 3:
+            return None
+        import deepspeed
+
+        state: dict[str, Tensor] = {}
+        # One parameter after the other: the whole model need not fit on the device.
+        for name, parameter in part.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if self.rank == 0:
+                    state[name] = parameter.detach().to("cpu", copy=True)
+        return state
+
+    def save(self, folder: Path) -> None:
+        """Writes weights that train, optimizer state, schedule and the world size; every rank calls it."""
+        own = {"steps": self.steps, "scale": self._scale, "nonfinite": self.nonfinite, "world": self.world}
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+        if self._deepspeed is not None:
+            self._deepspeed.save_checkpoint(str(folder), tag="engine", exclude_frozen_parameters=True)
+        elif self.rank == 0:
+            trained = {n: p.detach() for n, p in self._module.named_parameters() if p.requires_grad}
+            torch.save({"module": trained, "optimizer": self._optimizer.state_dict()}, folder / "engine.pt")
+        if self.rank == 0:
+            torch.save(own, folder / "schedule.pt")
+        self.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote, bit for bit; another number of ranks is refused."""
+        own = torch.load(folder / "schedule.pt", weights_only=True)
+        if own["world"] != self.world:
+            raise ConfigurationError(
+                f"{folder}: written by {own['world']} ranks, now there are {self.world}; resume with "
+                f"processes: {own['world']}, or remove the run's work folder to start anew"
+            )
+        if self._deepspeed is not None:
+            path, _ = self._deepspeed.load_checkpoint(
+                str(folder), tag="engine", load_module_strict=False, load_lr_scheduler_states=False
+            )
+            if path is None:
+                raise ConfigurationError(
+                    f"{folder}: no DeepSpeed state; it was written by another engine.backend"
+                )
+        else:
+            state = torch.load(folder / "engine.pt", map_location="cpu", weights_only=True)
+            with torch.no_grad():
+                for name, parameter in self._module.named_parameters():
+                    if parameter.requires_grad:
+                        parameter.copy_(state["module"][name])
+            self._optimizer.load_state_dict(state["optimizer"])
+        self.steps, self._scale, self.nonfinite = own["steps"], own["scale"], own["nonfinite"]
+
+
+def _groups(
+    module: nn.Module, weight_decay: float, fast: set[int], fast_factor: float
+) -> list[dict[str, Any]]:
+    """Parameter groups: matrices decay, vectors (biases, norms) don't; a new head learns faster."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            # ZeRO-3 leaves an empty shell whose ds_shape remembers the form.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            key = (
+                weight_decay if len(shape) >= 2 else 0.0,
+                fast_factor if id(parameter) in fast else 1.0,
+            )
+            groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "factor": factor}
+        for (decay, factor), parameters in groups.items()
+    ]
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    """Global norm in float64: squares of float32 gradients may overflow where the gradient itself does
+    not."""
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients)) if gradients else 0.0
+
+
+def _clip(gradients: Sequence[Tensor], norm: float, bound: float) -> None:
+    if norm > bound:
+        for gradient in gradients:
+            gradient.mul_(bound / norm)
+
+
+def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EngineParams, clip_norm: float) -> Any:
+    if device().type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    wide = {p.dtype for p in module.parameters() if p.requires_grad} - {torch.float32}
+    if wide:
+        raise ConfigurationError(
+            f"engine.backend: deepspeed trains float32 weights, these are {sorted(map(str, wide))}; "
+            "DeepSpeed rounds float64 without a word: take engine.backend: torch"
+        )
+    # On a CPU it would compile an operator for all-reduces in shared memory; gloo does without.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    zero: dict[str, Any] = {"stage": params.zero}
+    if params.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if params.zero == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    return engine
