@@ -33,11 +33,11 @@ class Judgements:
         return count[not first], count[first]
 
     def summary(self) -> dict[str, JsonValue]:
-        """Counts, mean share of agreeing pairs of judgements, and Krippendorff's alpha.
+        """Counts, the mean share of judgements that agree two by two, and alpha.
 
-        alpha = 1 - Do / De for two nominal values, over units with at least two judgements: with a and b votes
-        in a unit of m, Do = sum 2ab / (m - 1) / n and De = 2AB / (n (n - 1)), where A, B, n are the totals.
-        The order of the answers in a unit is that of their digests, so neither value is the preferred one.
+        Krippendorff's alpha = 1 - Do / De for two values, over units with at least two judgements: with a and
+        b votes in a unit of m, Do = sum 2ab / (m - 1) / n and De = 2AB / (n (n - 1)), where A, B, n are the
+        totals. The answers of a unit stand in the order of their digests: neither value is the preferred one.
         (K. Krippendorff, Content Analysis, chapter 12.)
         """
         units = [(a, b) for a, b in self.votes.values() if a + b >= 2]

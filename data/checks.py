@@ -66,7 +66,7 @@ REASONS: dict[str, str] = {
     "no_annotation": "the task has no annotation",
     "no_ranking": "the tree has no ranked answers to compare",
     "no_prompt": "the row has no prompt of its own to use",
-    "overlap": "the prompt's group belongs to a part that must not meet this one",
+    "overlap": "the prompt's group belongs to a part that this record must not meet",
 }
 
 EXCLUSIONS = frozenset(

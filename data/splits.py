@@ -1,9 +1,9 @@
 """Which prompt group goes to which part: train, judge, validation or test.
 
-A group's place is its own: the hash of seed and group key, a number in [0, 1), falls into a part's interval. So
-a data set that grows does not move its old groups, and the order of rows does not matter. When chance gives a
-part fewer pairs than its minimum, which happens in small data, the groups whose numbers lie nearest to the
-part's interval move there from parts that can spare them.
+A group's place is its own: the hash of seed and group key, a number in [0, 1), falls into a part's interval.
+So a data set that grows does not move its old groups, and row order does not matter. When chance gives a
+part fewer pairs than its minimum, which happens in small data, the groups whose numbers lie nearest to its
+interval move there from parts that can spare them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def intervals(shares: SplitParams) -> dict[Part, tuple[float, float]]:
             found[part] = (start, start + share)
             start += share
     last = list(found)[-1]
-    found[last] = (found[last][0], 1.0)  # The shares may sum to a hair less than 1.
+    found[last] = found[last][0], 1.0  # The shares may sum to a hair less than 1.
     return found
 
 
@@ -47,7 +47,7 @@ def assign(sizes: Mapping[str, int], params: DataParams, seed: int) -> dict[str,
     places = intervals(params.splits)
     if len(sizes) < len(places):
         raise DataError(
-            f"data.splits: {len(sizes)} prompt groups can not fill {len(places)} parts ({', '.join(places)}); "
+            f"data.splits: {len(sizes)} prompt groups for {len(places)} parts ({', '.join(places)}); "
             "give more prompts, set data.group_by: prompt, or set a share to 0"
         )
     at = {group: position(group, seed) for group in sizes}
