@@ -285,6 +285,7 @@ def _clip(gradients: Sequence[Tensor], norm: float, bound: float) -> None:
 
 
 def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EngineParams, clip_norm: float) -> Any:
+    os.environ.setdefault("LOCAL_RANK", "0")
     if device().type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -299,6 +300,10 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EnginePar
         )
     # On a CPU it would compile an operator for all-reduces in shared memory; gloo does without.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    if params.zero == 3:
+        # With a bfloat16 base beside float32 adapters stage 3 was measured to take other steps than all the rest.
+        for parameter in module.parameters():
+            parameter.data = parameter.data.float()
     zero: dict[str, Any] = {"stage": params.zero}
     if params.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
