@@ -8,7 +8,8 @@ Divisors: GRPO's group deviation uses G - 1 (ddof 1); `mean_std` takes `ddof`, 1
 
 Deviations from the papers
 - A constant group (a single valid sample included) gives exact zeros, not residue / epsilon, and is reported.
-- The group deviation includes the sample itself, so |A| <= (G-1)/sqrt(G): a leave-one-out deviation can be residue and explode.
+- The group deviation includes the sample itself, so |A| <= (G-1)/sqrt(G): a leave-one-out deviation can be
+  residue and explode.
 - Whitening takes moments that were summed over all ranks, so the batch's split does not matter.
 """
 

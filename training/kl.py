@@ -4,7 +4,7 @@ Everything starts from `log_ratio`, which is masked before anything is exponenti
 position would give a finite loss and a NaN gradient.
 
 Deviations from the papers
-- `ratio` and `k3` bound the log ratio at +-LOG_RATIO_BOUND before `exp`: beyond it the gradient is 0, not NaN.
+- `ratio` and `k3` bound the log ratio at +-LOG_RATIO_BOUND: beyond it the gradient is 0, not NaN.
 - KL in the loss carries no importance ratio: it is exact on policy only (the first update of a rollout).
 """
 
@@ -55,10 +55,9 @@ def k2(log_ratios: Float[Tensor, "N R"]) -> Float[Tensor, "N R"]:
 
 
 def k3(log_ratios: Float[Tensor, "N R"]) -> Float[Tensor, "N R"]:
-    """(r - 1) - log r, r = pi_ref/pi [joschu.net/blog/kl-approx]. Unbiased, never negative; biased as loss."""
+    """(r - 1) - log r, r = pi_ref/pi [joschu.net/blog/kl-approx]. Never negative; biased as a loss."""
     bounded = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # Rounding leaves values like -1e-11 where r is almost 1 in float32.
-    return (torch.expm1(-bounded) + bounded).clamp(min=0.0)
+    return torch.expm1(-bounded) + bounded  # expm1: exp(x) - 1 would round to negative values near 0
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -92,7 +91,7 @@ def kl_in_token_reward(
 def adaptive_beta(
     beta: float, kl: float, *, target: float, count: int, horizon: float = 10_000.0, bound: float = 0.2
 ) -> float:
-    """beta * (1 + clip(kl/target - 1, +-bound) * count/horizon) [1909.08593]; count = answers since the last."""
+    """beta * (1 + clip(kl/target - 1, +-bound) * count/horizon) [1909.08593]; count: answers seen."""
     error = min(max(kl / target - 1.0, -bound), bound)
     return beta * (1.0 + error * count / horizon)
 

@@ -46,7 +46,7 @@ class RewardLoss(NamedTuple):
 
 class PreferenceLoss(NamedTuple):
     loss: Float[Tensor, ""]
-    chosen_reward: Float[Tensor, " P"]  # beta * log ratio (SimPO: beta * average logp), the implicit reward
+    chosen_reward: Float[Tensor, " P"]  # implicit: beta * log ratio; SimPO beta * average logp
     rejected_reward: Float[Tensor, " P"]
 
 
@@ -93,7 +93,7 @@ def bradley_terry(
 
 
 def process_reward(
-    score: Float[Tensor, "N R"], label: Float[Tensor, "N R"], mask: Bool[Tensor, "N R"], *, count: float
+    score: Float[Tensor, "N R"], label: Float[Tensor, "N R"], mask: Bool[Tensor, "N R"], *, count: Count
 ) -> Loss:
     """-y log sigma(s) - (1-y) log sigma(-s) at the last token of each step [2305.20050]; count = steps."""
     score = torch.where(mask, score, 0.0)
@@ -150,7 +150,7 @@ def robust_dpo(
     smoothing: float,
     count: Count,
 ) -> PreferenceLoss:
-    """(-(1-s) log sigma(beta h) + s log sigma(-beta h)) / (1-2s): unbiased under flips, s < 1/2 [2403.00409]."""
+    """(-(1-s) log sigma(beta h) + s log sigma(-beta h)) / (1-2s): unbiased, s < 1/2 [2403.00409]."""
     reward = beta * sequence_log_ratio(logp, ref_logp, mask)
     gap = reward[0::2] - reward[1::2]
     terms = (-(1 - smoothing) * logsigmoid(gap) + smoothing * logsigmoid(-gap)) / (1 - 2 * smoothing)
@@ -206,20 +206,23 @@ def kto(
     ref_logp: Float[Tensor, "N R"],
     mask: Bool[Tensor, "N R"],
     weight: Float[Tensor, " N"],
-    desirable: Bool[Tensor, " N"],
+    wanted: Bool[Tensor, " N"],
     kl: Float[Tensor, ""],
     *,
     beta: float,
+    desirable: float = 1.0,
+    undesirable: float = 1.0,
     count: Count,
 ) -> Loss:
-    """1 - sigma(beta (l - z)), of (z - l) if undesirable; l = log ratio, z = max(0, kl) [2402.01306].
+    """lambda (1 - sigma(beta (l - z))), of (z - l) if unwanted; l = log ratio, z = max(0, kl) [2402.01306].
 
     kl: mean over the batch of sequence log ratios of answers put to other prompts; no gradient flows through
-    it. weight holds the paper's lambda_D and lambda_U; count = answers (or the sum of weights).
+    it. desirable and undesirable are lambda_D and lambda_U; count = answers (or the sum of weights).
     """
     reference_point = kl.detach().clamp(min=0)
     difference = sequence_log_ratio(logp, ref_logp, mask) - reference_point
-    terms = 1 - torch.sigmoid(beta * torch.where(desirable, difference, -difference))
+    terms = 1 - torch.sigmoid(beta * torch.where(wanted, difference, -difference))
+    weight = torch.where(wanted, desirable * weight, undesirable * weight)
     return Loss((weight * terms).sum() / count, terms.detach())
 
 
@@ -231,12 +234,23 @@ def kto_pair(
     kl: Float[Tensor, ""],
     *,
     beta: float,
+    desirable: float = 1.0,
+    undesirable: float = 1.0,
     count: Count,
 ) -> PreferenceLoss:
-    """KTO on pairs: chosen desirable, rejected not; half of the two terms' sum a pair [2402.01306]."""
-    desirable = torch.arange(logp.shape[0], device=logp.device) % 2 == 0
+    """KTO on pairs: chosen wanted, rejected not; half of the two terms' sum a pair [2402.01306]."""
+    wanted = torch.arange(logp.shape[0], device=logp.device) % 2 == 0
     loss, _ = kto(
-        logp, ref_logp, mask, weight.repeat_interleave(2), desirable, kl, beta=beta, count=2 * count
+        logp,
+        ref_logp,
+        mask,
+        weight.repeat_interleave(2),
+        wanted,
+        kl,
+        beta=beta,
+        desirable=desirable,
+        undesirable=undesirable,
+        count=2 * count,
     )
     reward = beta * sequence_log_ratio(logp, ref_logp, mask).detach()
     return PreferenceLoss(loss, reward[0::2], reward[1::2])
@@ -247,18 +261,18 @@ def orpo(
     mask: Bool[Tensor, "N R"],
     weight: Float[Tensor, " P"],
     *,
-    beta: float,
+    lam: float,
     count: Count,
 ) -> PreferenceLoss:
-    """-a_c - beta log sigma(log odds_c - log odds_r); a = average logp, odds = e^a / (1 - e^a) [2403.07691].
+    """-a_c - lam log sigma(log odds_c - log odds_r); a = average logp, odds = e^a / (1 - e^a) [2403.07691].
 
-    Without a reference. beta is the paper's lambda.
+    Without a reference; the reward that is returned is a.
     """
     average = sequence_average(logp, mask)
     bounded = average.clamp(max=-1e-6)
     log_odds = bounded - torch.log(-torch.expm1(bounded))
-    terms = -average[0::2] - beta * logsigmoid(log_odds[0::2] - log_odds[1::2])
-    return _preference(terms, beta * average, weight, count)
+    terms = -average[0::2] - lam * logsigmoid(log_odds[0::2] - log_odds[1::2])
+    return _preference(terms, average, weight, count)
 
 
 def simpo(
@@ -341,7 +355,8 @@ def gspo(
 ) -> PolicyLoss:
     """The clipped loss with one ratio an answer, exp(mean log ratio of its tokens) [2507.18071].
 
-    With `sequence_mean` weights each answer counts once, as in the paper, whose clip ranges are 3e-4 and 4e-4.
+    With `sequence_mean` weights each answer counts once, as in the paper, whose clip ranges are 3e-4 and
+    4e-4.
     """
     mean_log_ratio = sequence_average(log_ratio(logp, old_logp.detach(), mask), mask)
     answer_ratio = ratio(mean_log_ratio)[:, None].expand(mask.shape)
@@ -427,16 +442,18 @@ def needs(function: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+# By algorithm. `kto` with feedback that is not in pairs is called by itself.
 PREFERENCE_LOSSES: dict[str, Callable[..., PreferenceLoss]] = {
     "dpo": dpo,
-    "conservative_dpo": conservative_dpo,
+    "cdpo": conservative_dpo,
     "robust_dpo": robust_dpo,
     "ipo": ipo,
     "ipo_average": ipo_average,
     "hinge": hinge,
-    "kto_pair": kto_pair,
+    "kto": kto_pair,
     "orpo": orpo,
     "simpo": simpo,
+    "online_dpo": dpo,
 }
 
 POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {

@@ -4,7 +4,8 @@ Scores arrive as tensors together with `valid`, False where a scorer failed; a f
 0. Detectors look at plain text and return how much of a fault they saw, from 0 to 1.
 
 Deviations from the papers
-- GDPO: a dimension that is constant within a group adds zeros; the last whitening, over the batch, is `advantages.whiten`.
+- GDPO: a dimension that is constant within a group adds zeros; the last whitening, over the batch, is
+  `advantages.whiten`.
 - A floor is our addition: below it, no other dimension can buy the answer a reward above `cap`.
 """
 

@@ -152,7 +152,8 @@ def log_evidence(wins: float, n: int, rate: float) -> float:
     """log of the beta-binomial mixture martingale against `rate` [Robbins 1970; 1810.08240].
 
     M = B(1 + S, 1 + n - S) / (rate^S (1 - rate)^(n - S)), S = wins with half ties. Each factor is convex in
-    the outcome, so outcomes inside [0, 1], ties too, keep E[M] <= 1; by Ville's inequality P(M ever >= 1/a) <= a.
+    the outcome, so outcomes inside [0, 1], ties too, keep E[M] <= 1; by Ville's inequality P(M ever >= 1/a)
+    <= a.
     """
     mixture = math.lgamma(1 + wins) + math.lgamma(1 + n - wins) - math.lgamma(2 + n)
     return mixture - wins * math.log(rate) - (n - wins) * math.log1p(-rate)
