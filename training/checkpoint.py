@@ -1,9 +1,9 @@
 """Checkpoints from which a killed run goes on bit for bit.
 
-A checkpoint is written into a hidden folder, audited, marked COMPLETE, synced and renamed: a reader finds it whole or
-not at all. It belongs to one run (a fingerprint of its configuration), is found by number, not by name or date, and
-holds every source of randomness, the counters that the program passes, and the sizes of the deterministic logs. The
-last healthy one and the best one by score are never rotated away.
+A checkpoint is written into a hidden folder, audited, marked COMPLETE, synced and renamed: a reader finds
+it whole or not at all. It belongs to one run (a fingerprint of its configuration), is found by number, not
+by name or date, and holds every source of randomness, the counters that the program passes, and the sizes
+of the deterministic logs. The last healthy one and the best one by score are never rotated away.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Checkpoints:
     def save(
         self, step: int, state: Mapping[str, Any], healthy: bool = True, score: float | None = None
     ) -> None:
-        """Writes one. `state`: the program's counters, JSON or tensors. `score`: higher is better, held out."""
+        """Writes one. `state`: the program's counters, JSON or tensors. `score`: higher is better, held
+        out."""
         name = f"step-{step:08d}"
         unfinished = self._folder / f".{name}.unfinished"
         if self._engine.rank == 0:
@@ -82,7 +83,8 @@ class Checkpoints:
         _sync(folder / COMPLETE)
 
     def resume(self) -> tuple[int, dict[str, Any]] | None:
-        """Goes back to the newest complete checkpoint: engine, randomness, logs; None when there is none yet."""
+        """Goes back to the newest complete checkpoint: engine, randomness, logs; None when there is none
+        yet."""
         found = self._complete()
         if not found:
             self._run.rewind({})
@@ -90,7 +92,8 @@ class Checkpoints:
         return self._load(found[-1])
 
     def rollback(self) -> tuple[int, dict[str, Any]] | None:
-        """Goes back to the last healthy checkpoint and removes the later ones; the logs go on, nothing is hidden."""
+        """Goes back to the last healthy checkpoint and removes the later ones; the logs go on, nothing is
+        hidden."""
         healthy = [marker for marker in self._complete() if marker["healthy"]]
         if not healthy:
             return None
@@ -146,7 +149,8 @@ class Checkpoints:
                 shutil.rmtree(folder)
 
     def _require_space(self) -> None:
-        """Asks for twice the last checkpoint (or the trained weights with their optimizer state) before writing."""
+        """Asks for twice the last checkpoint (or the trained weights with their optimizer state) before
+        writing."""
         complete = self._complete()
         if complete:
             needed = 2 * sum(complete[-1]["sizes"].values())
@@ -156,8 +160,7 @@ class Checkpoints:
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise InfrastructureError(
-                f"{self._folder}: {free / 2**20:.0f} MiB free, a checkpoint asks for {needed / "
-                f"2**20:.0f} MiB; "
+                f"{self._folder}: {free >> 20} MiB free, a checkpoint asks for {needed >> 20} MiB; "
                 "free some space and run again: the run goes on from its last checkpoint"
             )
 

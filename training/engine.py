@@ -300,10 +300,6 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EnginePar
         )
     # On a CPU it would compile an operator for all-reduces in shared memory; gloo does without.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    if params.zero == 3:
-        # With a bfloat16 base beside float32 adapters stage 3 was measured to take other steps than all the rest.
-        for parameter in module.parameters():
-            parameter.data = parameter.data.float()
     zero: dict[str, Any] = {"stage": params.zero}
     if params.offload:
         zero["offload_optimizer"] = {"device": "cpu"}

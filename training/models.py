@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from data.errors import ConfigurationError, InfrastructureError
+from data.errors import ConfigurationError, DivergenceError, InfrastructureError
 from training.config import LoraParams, Precision
 
 ATTENTION = r".*\.(q_proj|k_proj|v_proj|o_proj|out_proj|c_attn|qkv_proj|query_key_value)"
@@ -62,6 +62,16 @@ def autocast(precision: Precision) -> AbstractContextManager[None]:
         device().type, torch.bfloat16, enabled=resolve(precision) == "bf16"
     )
     return context
+
+
+def saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Dtype of published weights: the run configuration's `dtype` (model.dtype of params.yaml), else
+    bfloat16."""
+    name = config.get("dtype", "bfloat16")
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+    if name not in kinds:
+        raise ConfigurationError(f"model.dtype is {name!r}; it must be one of {', '.join(kinds)}")
+    return kinds[name]
 
 
 def load_causal(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
@@ -170,6 +180,28 @@ def merged_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[
     }
 
 
+def plain_copy(model: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> Any:
+    """The same model on the CPU without adapters, in the dtype that is published; every tensor is finite."""
+    inner: Any = model.get_base_model() if is_lora(model) else model
+    weights = {name: t.detach().to("cpu", dtype) for name, t in merged_state(model, state).items()}
+    for name, tensor in weights.items():
+        if tensor.numel() == 0 or not bool(tensor.isfinite().all()):
+            raise DivergenceError(f"the trained model's {name} is empty or not finite; nothing was published")
+    config = copy.deepcopy(inner.config)
+    config.dtype, config.use_cache, config._name_or_path = dtype, True, ""
+    with torch.device("meta"):
+        clean = type(inner)(config)
+    if getattr(inner, "pooler", clean) is None:
+        clean.pooler = None
+    clean.load_state_dict(weights, strict=False, assign=True)
+    clean.tie_weights()
+    if any(parameter.is_meta for parameter in clean.parameters()):
+        raise InfrastructureError("the trained model lacks some of its weights; nothing was published")
+    if inner.generation_config is not None:
+        clean.generation_config = copy.deepcopy(inner.generation_config)
+    return clean.eval()
+
+
 def merge_and_save(
     model: Any,
     tok: PreTrainedTokenizerBase,
@@ -178,36 +210,20 @@ def merge_and_save(
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Publishes merged weights and tokenizer; the folder is complete and audited, or absent."""
-    inner: Any = model.get_base_model() if is_lora(model) else model
-    weights = {name: t.detach().to("cpu", dtype) for name, t in merged_state(model, state).items()}
-    for name, tensor in weights.items():
-        if tensor.numel() == 0 or not bool(tensor.isfinite().all()):
-            raise InfrastructureError(f"{folder}: {name} is empty or not finite; nothing was published")
-    config = copy.deepcopy(inner.config)
-    config.dtype, config.use_cache, config._name_or_path = dtype, True, ""
-    config.pad_token_id = tok.pad_token_id
-    with torch.device("meta"):
-        clean = type(inner)(config)
-    clean.load_state_dict(weights, strict=False, assign=True)
-    clean.tie_weights()
-    if any(parameter.is_meta for parameter in clean.parameters()):
-        raise InfrastructureError(
-            f"{folder}: weights are missing in the trained model; nothing was published"
-        )
-    clean.generation_config = copy.deepcopy(inner.generation_config)
-    clean.generation_config.pad_token_id = tok.pad_token_id
+    clean = plain_copy(model, dtype, state)
+    clean.config.pad_token_id = clean.generation_config.pad_token_id = tok.pad_token_id
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     clean.save_pretrained(unfinished)
     tok.save_pretrained(unfinished)
-    _without_paths(unfinished)
-    _audit(unfinished, weights, None if state is not None else model, dtype)
+    without_paths(unfinished)
+    _audit(unfinished, clean.state_dict(), None if state is not None else model, dtype)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
 
-def _without_paths(folder: Path) -> None:
+def without_paths(folder: Path) -> None:
     """Takes out what says where a model was loaded from: two runs must give the same bytes."""
     for file in sorted(folder.glob("*.json")):
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ writes; the other ranks are silent, but any rank may leave the first error.json.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -98,8 +99,10 @@ class RunDir:
         return path
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one step's numbers; only what a second run would repeat, never a clock time."""
-        self._append("metrics.jsonl", {"step": step, **values})
+        """Appends one step's numbers; only what a second run would repeat, never a clock time. NaN becomes
+        null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._append("metrics.jsonl", {"step": step, **finite})
 
     def timing(self, step: int, values: Mapping[str, float | str]) -> None:
         """Appends what differs from run to run: seconds, memory, tokens per second, resume events."""
