@@ -1,0 +1,73 @@
+"""Who has to be beaten: the present champion, by digest of its weights; the outside world's one way in.
+
+No champion: the SFT model. The champion is this workspace's own candidate: the baseline that it was decided
+against, so that a second run changes nothing. Any other champion: its weights, linked from the registry's
+artifacts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from data.errors import InfrastructureError
+from tasks.places import Json, digest, read_json, stage_folder
+from tasks.publish import link_tree
+from tasks.registry import Registry, Version, fetch
+from tasks.stage import Stage, run
+from tasks.store import database
+
+
+def resolve(project: Path, name: str) -> tuple[Json, Version | None]:
+    """What champion.json holds now, and the version whose weights belong to it (None: the SFT model's)."""
+    sft = str(read_json(stage_folder(project, "sft") / "result.json")["digest"])
+    candidate = read_json(stage_folder(project, "optimize") / "result.json").get("digest")
+    nobody: Json = {"digest": sft, "source": "sft"}
+    if not database(project).is_file() and not os.environ.get("MLFLOW_TRACKING_URI"):
+        return nobody, None
+    registry = Registry(project, name)
+    champion = registry.champion()
+    if champion is None:
+        return nobody, None
+    wanted = champion.digest
+    if wanted == candidate and champion.baseline is not None:
+        wanted = champion.baseline
+    if wanted == sft:
+        return nobody, None
+    version = registry.by_digest(wanted)
+    if version is None:
+        raise InfrastructureError(
+            f"registry {name}: the weights {wanted[:12]} that {champion.version} was decided against are not "
+            "registered; restore the registry, or start a new one with registry.name"
+        )
+    return {"digest": wanted, "source": "registry"}, version
+
+
+def unchanged(project: Path, name: str) -> bool:
+    """True when the published champion is the present one."""
+    file = stage_folder(project, "champion") / "champion.json"
+    return file.is_file() and read_json(file) == resolve(project, name)[0]
+
+
+def body(stage: Stage) -> None:
+    """Write the champion's digest, and its weights when they are not the SFT model's."""
+    champion, version = resolve(stage.project, stage.params.registry.name)
+    if version is None:
+        stage.publish_result(champion, file="champion.json")
+        return
+    model = stage.work / "model"
+    shutil.rmtree(model, ignore_errors=True)
+    link_tree(fetch(version), model)
+    if digest(model) != version.digest:
+        raise InfrastructureError(
+            f"{version.source}: the weights of {version.name} {version.version} are not the registered ones "
+            "(digest "
+            f"{digest(model)[:12]}, expected {version.digest[:12]}); restore the artifact, or roll back to "
+            "another"
+        )
+    stage.publish_result(champion, "model", file="champion.json")
+
+
+if __name__ == "__main__":
+    run("champion", body, outer=True)

