@@ -284,7 +284,8 @@ def _clip(gradients: Sequence[Tensor], norm: float, bound: float) -> None:
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed without what its autotuner would bring along: importing mlflow costs more than DeepSpeed itself."""
+    """DeepSpeed without what its autotuner would bring along: importing mlflow costs more than DeepSpeed
+    itself."""
     blocked = "mlflow" not in sys.modules
     if blocked:
         sys.modules["mlflow"] = None  # type: ignore[assignment]

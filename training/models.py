@@ -197,7 +197,7 @@ def plain_copy(model: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | Non
     clean.tie_weights()
     if any(parameter.is_meta for parameter in clean.parameters()):
         raise InfrastructureError("the trained model lacks some of its weights; nothing was published")
-    if inner.generation_config is not None:
+    if getattr(inner, "generation_config", None) is not None:
         clean.generation_config = copy.deepcopy(inner.generation_config)
     return clean.eval()
 

@@ -17,7 +17,7 @@ import importlib.util
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from data.errors import ConfigurationError, InfrastructureError
+from data.errors import ConfigurationError, DivergenceError
 from data.records import Message
 from training.batches import Batch, Tree, cannot_share, collate, fill
 from training.chat import encode_answer, encode_prompt, load_tokenizer
@@ -215,19 +215,32 @@ class ScoreModel:
             ) from error
         return cls(members, load_score_tokenizer(folder, settings["kind"]), settings, precision)
 
-    def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Publishes it: complete or absent."""
+    def save(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        states: Sequence[Mapping[str, Tensor] | None] | None = None,
+    ) -> None:
+        """Publishes it: complete or absent. `states`: each member's tensors where its own are sharded
+        (ZeRO-3)."""
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for number, member in enumerate(self.members):
             part = unfinished / f"member-{number}"
-            plain_copy(member.backbone, dtype).save_pretrained(part)
-            head = member.head.detach().to("cpu", torch.float32).contiguous()
+            state = states[number] if states else None
+            backbone = None if state is None else {
+                name.removeprefix("backbone."): tensor for name, tensor in state.items() if name != "head"
+            }  # fmt: skip
+            plain_copy(member.backbone, dtype, backbone).save_pretrained(part)
+            head = (
+                (member.head if state is None else state["head"])
+                .detach()
+                .to("cpu", torch.float32)
+                .contiguous()
+            )
             if not bool(head.isfinite().all()):
-                raise InfrastructureError(
-                    f"{folder}: the head of member {number} is not finite; nothing was published"
-                )
+                raise DivergenceError(f"the head of member {number} is not finite; nothing was published")
             save_file({"head": head}, part / "head.safetensors")
             without_paths(part)
         self.tok.save_pretrained(unfinished)
