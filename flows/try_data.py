@@ -1,0 +1,48 @@
+"""Trying records before a run: the validate stage's own work in a scratch folder, and its card on the
+screen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from flows.run import located
+from tasks.params import load, parse, read_raw
+from tasks.places import home
+
+
+def try_files(
+    project: Path, here: Path, files: Sequence[str], overrides: Sequence[str], console: Console
+) -> None:
+    """Read, check, split; a refusal is raised as the stage would, after the pages are written."""
+    params = load(project)
+    if files or overrides:
+        params = parse(_changed(project, here, files, overrides), "command line")
+    from data.pipeline import run
+
+    folder = home(project) / "tried"
+    shutil.rmtree(folder, ignore_errors=True)
+    result = run(params.data, params.seed, folder / "out", folder / "docs")
+    console.print(Markdown((folder / "out" / "card.md").read_text(encoding="utf-8")))
+    console.print(f"kept {result['rows_kept']} of {result['rows_in']} rows", markup=False)
+    console.print(f"data docs:  {folder / 'docs' / 'index.html'}", markup=False, soft_wrap=True)
+    console.print(f"quarantine: {folder / 'out' / 'quarantine.jsonl'}", markup=False, soft_wrap=True)
+
+
+def _changed(project: Path, here: Path, files: Sequence[str], overrides: Sequence[str]) -> dict[str, object]:
+    from ruamel.yaml import YAML
+
+    raw = read_raw(project / "params.yaml")
+    section = raw.get("data")
+    known: dict[str, object] = dict(section) if isinstance(section, dict) else {}
+    if files:
+        known["files"] = [located(project, here, name) for name in files]
+        known["eval_prompts"] = []
+    for override in overrides:
+        key, _, text = override.removeprefix("data.").partition("=")
+        known[key] = YAML(typ="safe").load(text)
+    return {**raw, "data": known}
