@@ -77,7 +77,7 @@ class SftParams(Section):
         None, ge=1, description="ends earlier, in optimizer steps; null: all epochs"
     )
     batch: int = Field(16, ge=1, description="demonstrations a step, over all ranks")
-    token_budget: int = Field(2048, ge=1, description="tokens of a micro batch, padding included")
+    token_budget: int = Field(1024, ge=1, description="tokens of a micro batch, padding included")
     max_length: int = Field(
         512, ge=8, description="tokens of prompt and answer; longer answers are dropped, counted"
     )
@@ -337,7 +337,7 @@ class OptimizeParams(Section):
     max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
     max_prompt: int = Field(384, ge=1, description="tokens of the prompt; longer ones are dropped, counted")
     temperature: float = Field(1.0, gt=0, description="of sampling and of every logp")
-    token_budget: int = Field(4096, ge=1, description="tokens of a micro batch, padding included")
+    token_budget: int = Field(1024, ge=1, description="tokens of a micro batch, padding included")
     lr: float = Field(
         5e-6, gt=0, description="peak learning rate; the field starts at 5e-6, LoRA bears 10 to 50 times it"
     )
