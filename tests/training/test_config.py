@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from training import config
+from training.config import EngineParams, KlParams, OptimizeParams, RewardParams, Section, SftParams
+
+SECTIONS = [
+    value
+    for value in vars(config).values()
+    if isinstance(value, type) and issubclass(value, Section) and value is not Section
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_says_what_it_is(section: type[BaseModel]) -> None:
+    for name, field in section.model_fields.items():
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        assert nested or field.description or name in {"scorers"}, f"{section.__name__}.{name}"
+
+
+@pytest.mark.parametrize("section", [SftParams, RewardParams, OptimizeParams])
+def test_defaults_survive_json(section: type[BaseModel]) -> None:
+    assert section.model_validate(json.loads(section().model_dump_json())) == section()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        (SftParams, {"learning_rate": 1e-4}, "learning_rate"),
+        (SftParams, {"lr": "1e-4"}, "lr"),
+        (SftParams, {"epochs": True}, "epochs"),
+        (SftParams, {"lr": float("nan")}, "lr"),
+        (SftParams, {"max_length": 256, "max_prompt": 256}, "no token is left for the answer"),
+        (EngineParams, {"backend": "torch", "zero": 2}, "backend: deepspeed"),
+        (EngineParams, {"offload": True}, "zero >= 1"),
+        (RewardParams, {"heads": ["safety", "safety"]}, "twice"),
+        (KlParams, {"where": "loss", "estimator": "k1"}, "no gradient"),
+        (OptimizeParams, {"group": 1}, "group must be >= 2"),
+        (OptimizeParams, {"algorithm": "dpo", "beta": 0.0}, "beta > 0"),
+    ],
+)
+def test_impossible_values_are_refused(section: type[BaseModel], values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        section.model_validate(values)
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SftParams().lr = 1.0  # type: ignore[misc]
+
+
+def test_ppo_may_have_a_single_sample() -> None:
+    assert OptimizeParams(algorithm="ppo", group=1).group == 1
