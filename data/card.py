@@ -10,7 +10,7 @@ from data.emit import LABELS, PAIRS, Emitted
 from data.expectations import Check
 from data.intake import Intake
 
-_MOST = 15
+_MOST = 20
 
 
 def render_card(
@@ -92,13 +92,10 @@ def _length(summary: Mapping[str, object]) -> str:
 
 
 def _notices(intake: Intake) -> str:
-    found: dict[tuple[str, str], list[int]] = {}
-    for notice in intake.notices:
-        found.setdefault((notice.file, notice.message), []).append(notice.line)
     lines = []
-    for (file, message), numbers in sorted(found.items()):
-        shown = ", ".join(map(str, numbers[:_MOST])) + (", ..." if len(numbers) > _MOST else "")
-        lines.append(f"- {_cell(file)}: {_cell(message)}, in {len(numbers)} rows (lines {shown})")
+    for (file, message), seen in sorted(intake.notices.items()):
+        shown = ", ".join(map(str, seen.lines)) + (", ..." if seen.rows > len(seen.lines) else "")
+        lines.append(f"- {_cell(file)}: {_cell(message)}, in {seen.rows} rows (lines {shown})")
     return "\n".join(lines)
 
 

@@ -77,6 +77,7 @@ class DataParams(_Section):
     eval_prompts: tuple[str, ...] = ()
     """Sources of the evaluation's prompts; empty: the prompts of the test part."""
     hub: HubParams = HubParams()
+    """Which part of a Hugging Face data set."""
     min_pairs: int = Field(default=100, ge=0)
     """Pairs that must be kept, else the stage fails; 0 admits data without pairs."""
     max_quarantine_share: Share = 0.1
@@ -96,6 +97,7 @@ class DataParams(_Section):
     group_by: Literal["opening", "prompt"] = "opening"
     """What keeps records in one split: the same first user turn, or the same whole prompt."""
     splits: SplitParams = SplitParams()
+    """Shares of the parts."""
     min_part: int = Field(default=100, ge=1)
     """Pairs that each part gets even when its share gives fewer; at most an eighth of all pairs."""
     demonstrations_per_prompt: int = Field(default=1, ge=0)

@@ -1,7 +1,7 @@
 """The first pass over all sources: every item is kept or refused, counted, and tallied for what comes later.
 
 Text is never gathered in memory. Kept records go to a spool file, refused rows to the quarantine; what is
-held are ids, group keys and counts.
+held are digests and counts, a fixed amount a row however long the row is.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ KINDS: dict[str, type[Record]] = {
     "prompt": Prompt,
 }
 _EXAMPLES = 5
+_LINES = 15
 
 
 @dataclass
@@ -67,6 +68,19 @@ class SourceCount:
             "reasons": dict(sorted(self.reasons.items())),
             "formats": dict(sorted(self.formats.items())),
         }
+
+
+@dataclass
+class NoticeCount:
+    """In how many rows something odd was seen, and the lines of the first few."""
+
+    rows: int = 0
+    lines: list[int] = field(default_factory=list)
+
+    def add(self, line: int) -> None:
+        self.rows += 1
+        if len(self.lines) < _LINES:
+            self.lines.append(line)
 
 
 @dataclass
@@ -108,7 +122,8 @@ class Intake:
     judgements: Judgements = field(default_factory=Judgements)
     answers: Counter[str] = field(default_factory=Counter)
     """Votes for minus votes against an answer, by `answer_key`."""
-    notices: list[Notice] = field(default_factory=list)
+    notices: dict[tuple[str, str], NoticeCount] = field(default_factory=dict)
+    """Odd things in kept rows, by file and message."""
     _seen: set[int] = field(default_factory=set)
 
     def read(self, params: DataParams, quarantine: Quarantine) -> Iterator[str]:
@@ -129,7 +144,7 @@ class Intake:
         self, shape: str, item: Record | Refusal | Notice, purpose: Purpose, spool: TextIO, out: Quarantine
     ) -> None:
         if isinstance(item, Notice):
-            self.notices.append(item)
+            self.notices.setdefault((item.file, item.message), NoticeCount()).add(item.line)
             return
         file = item.file if isinstance(item, Refusal) else item.source.rpartition(":")[0]
         count = self.counts.setdefault(file, SourceCount())

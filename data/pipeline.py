@@ -29,7 +29,7 @@ from data.emit import (
 from data.errors import DataError
 from data.expectations import Check, check_files
 from data.intake import Intake, Quarantine, SourceCount, sources
-from data.readers import source_digest
+from data.readers import label_of, source_digest
 
 QUARANTINE, CARD = "quarantine.jsonl", "card.md"
 OUTPUTS = (*RECORD_FILES, QUARANTINE, CARD)
@@ -73,10 +73,7 @@ def run(
         page = render_docs("Plumbline: data", failure, intake.counts, quarantine.examples, parts, checks)
         (docs / "index.html").write_text(page, encoding="utf-8", newline="\n")
         (docs / QUARANTINE).write_bytes((out / QUARANTINE).read_bytes())
-    inputs = {source: source_digest(source) for _, source in sources(params)}
-    inputs = {
-        Path(source).name if Path(source).is_absolute() else source: sha for source, sha in inputs.items()
-    }
+    inputs = {label_of(Path(source)): source_digest(source) for _, source in sources(params)}
     card = render_card(params, seed, intake, emitted, checks, inputs)
     (out / CARD).write_text(card, encoding="utf-8", newline="\n")
     return _result(intake, emitted, checks, inputs, out)
@@ -150,7 +147,10 @@ def _result(
         "reasons": dict(sorted(total.reasons.items())),
         "files": {file: count.to_json() for file, count in sorted(intake.counts.items())},
         "inputs": dict(sorted(inputs.items())),
-        "notices": len(intake.notices),
+        "notices": [
+            {"file": file, "message": message, "rows": seen.rows, "lines": list(seen.lines)}
+            for (file, message), seen in sorted(intake.notices.items())
+        ],
         "pairs": pairs,
         "prompts": prompts,
         "slices": dict(sorted(emitted.slices.items())),

@@ -40,7 +40,7 @@ def bounded_lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | F
         size = len(line.removesuffix(b"\n").removesuffix(b"\r"))
         tail = line
         while not tail.endswith(b"\n") and (tail := stream.readline(_CHUNK)):
-            size += len(tail)
+            size += len(tail.removesuffix(b"\n"))
         yield number, oversize(size, limit) if size > limit else line.removesuffix(b"\n")
 
 

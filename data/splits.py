@@ -47,7 +47,8 @@ def assign(sizes: Mapping[str, int], params: DataParams, seed: int) -> dict[str,
     places = intervals(params.splits)
     if len(sizes) < len(places):
         raise DataError(
-            f"data.splits: {len(sizes)} prompt groups for {len(places)} parts ({', '.join(places)}); "
+            f"data.splits: {len(sizes)} prompt groups can not fill {len(places)} parts "
+            f"({', '.join(places)}); "
             "give more prompts, set data.group_by: prompt, or set a share to 0"
         )
     at = {group: position(group, seed) for group in sizes}

@@ -1,0 +1,158 @@
+"""CSV, Parquet, zipped files, folders and Hugging Face data sets give the same records as JSONL."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.checks import Fault
+from data.errors import DataError, InfrastructureError
+from data.readers import files_in, label_of, source_digest
+from data.readers_json import BOM
+from data.readers_table import read_csv
+from tests.data.samples import Row, pair, pairs, read, records, refusals, write_jsonl
+
+LIMIT = 1 << 20
+
+
+def _table(rows: list[Row], delimiter: str = ",", end: str = "\n") -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]), delimiter=delimiter, lineterminator=end)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def _rows(data: bytes, limit: int = LIMIT) -> list[Any]:
+    found = read_csv(io.BytesIO(data), limit)
+    return [(row.line, row.value.reason if isinstance(row.value, Fault) else row.value) for row in found]
+
+
+@pytest.mark.parametrize(("delimiter", "end"), [(",", "\n"), (";", "\r\n"), ("\t", "\n")])
+def test_csv_keeps_quotes_separators_and_line_ends_in_cells(delimiter: str, end: str) -> None:
+    cells = [{"a": 'say "hi",\n\nthen; go\t', "b": "x\u2028y"}, {"a": 'a 5" pipe', "b": "plain"}]
+    values = [value for _, value in _rows(BOM + _table(cells, delimiter, end))]
+    assert values == cells
+
+
+def test_csv_rows_know_their_first_line() -> None:
+    assert [line for line, _ in _rows(b'a,b\n"1\n2",x\n3,y\n')] == [2, 4]
+
+
+def test_csv_faults_do_not_take_other_rows_with_them() -> None:
+    data = b"a,b\n1,2\n3\n4,5,6\n\n" + b"7," + b"x" * 99 + b"\n8,\xff\n9," + b'\n5" pipe,ok\n'
+    assert _rows(data, 64) == [
+        (2, {"a": "1", "b": "2"}),
+        (3, "bad_row"),
+        (4, "bad_row"),
+        (6, "oversize"),
+        (7, "encoding"),
+        (8, {"a": "9", "b": None}),
+        (9, {"a": '5" pipe', "b": "ok"}),
+    ]
+
+
+def test_csv_with_an_open_quote_is_refused() -> None:
+    assert _rows(b'a,b\n1,2\n"3,4\n5,6\n') == [(2, {"a": "1", "b": "2"}), (3, "bad_row")]
+
+
+def test_csv_cells_of_known_columns_are_typed(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    row = pair(votes="[2, 1]", weight="0.5", disputed="True")
+    row["prompt"] = '[{"role": "user", "content": "Why?"}]'
+    path.write_bytes(_table([row]))
+    (found,) = records(read(path))
+    assert (found.votes, found.weight, found.disputed) == ((2, 1), 0.5, True)
+    assert found.prompt[0].content == "Why?"
+
+
+def _parquet(path: Path, rows: list[Row]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_every_container_gives_the_same_records(tmp_path: Path) -> None:
+    rows = pairs(150)
+    expected = [item.id for item in records(read(write_jsonl(tmp_path / "a.jsonl", rows)))]
+    (tmp_path / "b.csv").write_bytes(_table(rows))
+    _parquet(tmp_path / "c.parquet", rows)
+    with gzip.open(tmp_path / "d.jsonl.gz", "wb") as file:
+        file.write((tmp_path / "a.jsonl").read_bytes())
+    for name in ("b.csv", "c.parquet", "d.jsonl.gz"):
+        assert [item.id for item in records(read(tmp_path / name))] == expected, name
+
+
+def test_parquet_types_become_json(tmp_path: Path) -> None:
+    rows = [pair(when=datetime.datetime(2024, 1, 2), score=float("nan"), weight=None), pair("Or?", score=1.5)]
+    first, second = records(read(_parquet(tmp_path / "a.parquet", rows)))
+    assert first.extra == {"when": "2024-01-02 00:00:00"}
+    assert second.extra == {"score": 1.5}
+
+
+def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", [pair("second?")])
+    write_jsonl(tmp_path / "a.jsonl", [pair("first?")])
+    (tmp_path / "notes.md").write_text("no data")
+    assert [path.name for path in files_in(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
+    assert [item.prompt[0].content for item in records(read(tmp_path))] == ["first?", "second?"]
+
+
+def test_a_saved_hugging_face_data_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = pairs(5)
+    whole = datasets.Dataset.from_list(rows)
+    whole.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(2))}).save_to_disk(str(tmp_path / "two"))
+    monkeypatch.chdir(tmp_path)
+    assert [item.source for item in records(read("one"))] == [f"one:{n}" for n in range(1, 6)]
+    assert len(records(read("two", hub={"split": "test"}))) == 2
+    with pytest.raises(DataError, match="no split 'dev', only: test, train"):
+        read("two", hub={"split": "dev"})
+
+
+def test_a_hub_id_without_network_says_so() -> None:
+    with pytest.raises((DataError, InfrastructureError), match="no-such-owner/no-such-data"):
+        read("no-such-owner/no-such-data")
+
+
+@pytest.mark.parametrize("source", ["absent.jsonl", "./absent", "data/absent", "/absent/file"])
+def test_an_absent_path_is_named(source: str) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        read(source)
+
+
+def test_labels_hold_no_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert label_of(tmp_path / "data" / "a.jsonl") == "data/a.jsonl"
+    assert label_of(Path("/elsewhere/a.jsonl")) == "a.jsonl"
+    assert label_of(Path("../a.jsonl")) == "../a.jsonl"
+
+
+def test_rows_that_change_shape_deep_in_a_file_are_judged_one_by_one(tmp_path: Path) -> None:  # F10, F11
+    rows = [pair(f"q {n}?", system=None) for n in range(2000)] + [pair("q last?", system="Be brief.")]
+    rows += [pair("q extra?", meta={"a": 1}, more=[1, "a"]), pair("q number?", meta=1)]
+    rows += [{"messages": [], "meta": 1}, {"messages": [{"role": "user", "content": 5}]}]
+    items = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert refusals(items) == [(2004, "missing"), (2005, "not_text")]
+    kept = records(items)
+    assert kept[2000].prompt[0].role == "system"
+    assert kept[2001].extra == {"meta": {"a": 1}, "more": [1, "a"]}
+    assert kept[2002].extra == {"meta": 1}
+
+
+def test_digest_of_a_source_follows_its_bytes(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", pairs(2))
+    before = source_digest(str(path))
+    write_jsonl(path, pairs(3))
+    assert before != source_digest(str(path))
+    assert source_digest(str(tmp_path)) is not None
+    assert source_digest("owner/name") is None
