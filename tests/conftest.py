@@ -18,6 +18,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from jaxtyping import install_import_hook
 
