@@ -65,7 +65,7 @@ def centred(score: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> Centred:
     """Scores minus their group's mean over the valid ones."""
     constant = constant_groups(score, valid)
     size = valid.sum(1, keepdim=True).to(score.dtype)
-    mean = torch.where(valid, score, 0.0).sum(1, keepdim=True) / size.clamp(min=1)
+    mean = torch.where(valid, score, 0.0).sum(1, keepdim=True) / size
     deviation = torch.where(valid & ~constant[:, None], score - mean, 0.0)
     return Centred(deviation.detach(), size, constant)
 
@@ -79,7 +79,7 @@ def rloo(score: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> GroupAdvant
 def grpo(score: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"], *, epsilon: float = 1e-4) -> GroupAdvantage:
     """A_i = (R_i - mean) / (std + epsilon), std with divisor G - 1 [2402.03300]; of DAPO, GSPO, CISPO."""
     deviation, size, constant = centred(score, valid)
-    std = (deviation.square().sum(1, keepdim=True) / (size - 1).clamp(min=1)).sqrt()
+    std = (deviation.square().sum(1, keepdim=True) / (size - 1)).sqrt()
     return GroupAdvantage(torch.where(constant[:, None], 0.0, deviation / (std + epsilon)), constant)
 
 
@@ -103,8 +103,7 @@ def gae(
     """
     value, reward = value.detach(), reward.detach()
     advantage = torch.zeros_like(reward)
-    next_value = torch.zeros_like(reward[:, 0])
-    running = torch.zeros_like(reward[:, 0])
+    next_value = running = reward.new_zeros(len(reward))
     for step in reversed(range(reward.shape[1])):
         counts = mask[:, step]
         delta = reward[:, step] + gamma * next_value - value[:, step]

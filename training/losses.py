@@ -35,7 +35,7 @@ from training.kl import Count, log_ratio, ratio, sequence_log_ratio
 
 class Loss(NamedTuple):
     loss: Float[Tensor, ""]
-    terms: Float[Tensor, "*shape"]  # before weights and division
+    terms: Float[Tensor, "*shape"]  # before weights and division; of counted positions only where [K]
 
 
 class RewardLoss(NamedTuple):
@@ -96,8 +96,8 @@ def process_reward(
     score: Float[Tensor, "N R"], label: Float[Tensor, "N R"], mask: Bool[Tensor, "N R"], *, count: Count
 ) -> Loss:
     """-y log sigma(s) - (1-y) log sigma(-s) at the last token of each step [2305.20050]; count = steps."""
-    score = torch.where(mask, score, 0.0)
-    terms = torch.where(mask, -label * logsigmoid(score) - (1 - label) * logsigmoid(-score), 0.0)
+    score, label = score[mask], label[mask]
+    terms = -label * logsigmoid(score) - (1 - label) * logsigmoid(-score)
     return Loss(terms.sum() / count, terms.detach())
 
 
@@ -381,7 +381,7 @@ def cispo(
     token_ratio = ratio(log_ratio(logp, old_logp, mask)).detach()
     cut = token_ratio.clamp(1 - clip_low, 1 + clip_high)
     terms = -cut * torch.where(mask, advantage.detach(), 0.0) * torch.where(mask, logp, 0.0)
-    return PolicyLoss((terms * token_weight).sum() / count, token_ratio, mask & (cut != token_ratio))
+    return PolicyLoss((terms * token_weight).sum() / count, token_ratio, cut != token_ratio)
 
 
 def _clip(
@@ -397,9 +397,9 @@ def _clip(
     advantage = torch.where(mask, advantage.detach(), 0.0)
     free = ratios * advantage
     pessimistic = torch.minimum(free, ratios.clamp(1 - low, 1 + high) * advantage)
-    objective = torch.maximum(pessimistic, torch.where(advantage < 0, dual * advantage, -math.inf))
+    objective = torch.maximum(pessimistic, torch.where(advantage < 0, dual * advantage, 0.0))
     loss = -(objective * token_weight).sum() / count
-    return PolicyLoss(loss, ratios.detach(), objective.detach() != free.detach())
+    return PolicyLoss(loss, ratios.detach(), objective != free)
 
 
 def value_loss(
@@ -413,12 +413,10 @@ def value_loss(
     count: Count,
 ) -> Loss:
     """max((V - ret)^2, (V_old + clip(V - V_old, +-clip) - ret)^2) / 2 [1707.06347]."""
-    value, old_value, returns = (
-        torch.where(mask, x, 0.0) for x in (value, old_value.detach(), returns.detach())
-    )
+    value, old_value, returns = value[mask], old_value[mask].detach(), returns[mask].detach()
     near = old_value + (value - old_value).clamp(-clip, clip)
     terms = 0.5 * torch.maximum((value - returns).square(), (near - returns).square())
-    return Loss((terms * token_weight).sum() / count, terms.detach())
+    return Loss((terms * token_weight[mask]).sum() / count, terms.detach())
 
 
 def entropy_loss(

@@ -57,7 +57,6 @@ def compose(
     -inf switches a floor off. An answer is valid when every dimension is.
     """
     known = valid.all(1)
-    score = torch.where(valid, score, 0.0)
     floored = (valid & (score < floor)).any(1)
     total = (score * weight).sum(1)
     total = torch.where(floored, total.clamp(max=cap), total) - penalty * detected
@@ -162,14 +161,14 @@ def _excess(share: float, allowed: float) -> float:
 def repetition(answer: str, *, size: int = 4, allowed: float = 0.2) -> float:
     """Share of word n-grams that repeat an earlier one, beyond what lists and refrains need."""
     grams = _grams(_words(answer), size)
-    return _excess(1.0 - len(set(grams)) / max(len(grams), 1), allowed) if grams else 0.0
+    return _excess(1.0 - len(set(grams)) / len(grams), allowed) if grams else 0.0
 
 
 def copying(prompt: str, answer: str, *, size: int = 5, allowed: float = 0.5) -> float:
     """Share of the answer's word n-grams that stand in the prompt; `allowed` leaves room to quote."""
     grams = _grams(_words(answer), size)
     source = set(_grams(_words(prompt), size))
-    return _excess(sum(gram in source for gram in grams) / max(len(grams), 1), allowed)
+    return _excess(sum(gram in source for gram in grams) / len(grams), allowed) if grams else 0.0
 
 
 def judge_directed(answer: str) -> float:

@@ -205,6 +205,8 @@ def test_copying_by_hand() -> None:
     assert rewards.copying(prompt, longer) == pytest.approx((5 / 9 - 0.5) / 0.5)
     assert rewards.copying(prompt, longer, allowed=0.2) == pytest.approx((5 / 9 - 0.2) / 0.8)
     # 3 of 4 words as single words
+    # exactly one five-gram, from the prompt
+    assert rewards.copying(prompt, "leaves turn red and yellow") == 1.0
     single = rewards.copying("red green blue", "red green blue sky", size=1)
     assert single == pytest.approx((3 / 4 - 0.5) / 0.5)
     for answer in ("", "Because chlorophyll breaks down.", "in autumn"):
