@@ -1,0 +1,120 @@
+"""params.yaml: faults are named with key, value, bound and remedy; overrides are written in place."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from data.errors import ConfigurationError
+from tasks.params import FILE, Params, flat, load, parse, read_raw, write_overrides
+from tests.conftest import ROOT
+
+
+def test_the_shipped_file_is_valid_and_names_every_section() -> None:
+    raw = read_raw(ROOT / FILE)
+    assert set(raw) == set(Params.model_fields)
+    load(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"sft": {"lr": -1.0}}, ("sft.lr = -1.0", "greater than 0", "change the value of sft.lr", "learning rate")),
+        ({"sft": {"learning_rate": 1.0}}, ("sft.learning_rate", "no such parameter", "known here", "lr")),
+        ({"optimize": {"guard": {}}}, ("optimize.guard", "did you mean 'guards'?")),
+        ({"optimise": {}}, ("optimise", "did you mean 'optimize'?")),
+        ({"sft": {"lora": {"ranks": 3}}}, ("sft.lora.ranks", "did you mean 'rank'?")),
+        ({"sft": {"epochs": "2"}}, ("sft.epochs = '2'", "integer")),
+        ({"seed": True}, ("seed = True", "integer")),
+        ({"sft": {"max_prompt": 900}}, ("sft: max_prompt (900) must be below max_length", "lower max_prompt")),
+        ({"model": {"dtype": "int4"}}, ("model.dtype = 'int4'", "bfloat16")),
+        ({"registry": {"name": "a b"}}, ("registry.name = 'a b'",)),
+    ],
+)
+def test_a_fault_names_file_key_value_bound_and_remedy(raw: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(raw, "params.yaml")
+    message = str(caught.value)
+    assert message.startswith("params.yaml: ")
+    for word in words:
+        assert word in message
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse({"sft": {"lr": 0, "epochs": 0}, "nonsense": 1}, "params.yaml")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_numbers_are_read_as_dvc_reads_them(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text("a: 1e-5\nb: on\nc: 0o10\n", encoding="utf-8")
+    assert read_raw(file) == {"a": 1e-5, "b": "on", "c": 8}
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("a: [1,", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"params.yaml: not valid YAML"):
+        load(tmp_path)
+    (tmp_path / FILE).unlink()
+    with pytest.raises(ConfigurationError, match="missing"):
+        load(tmp_path)
+
+
+def test_overrides_are_written_and_comments_survive(project: Path) -> None:
+    changed = write_overrides(project, ["sft.lr=1e-5", "sft.lora=null", "optimize.kl.target=0.3", "seed=0"])
+    assert changed == ["sft.lr", "sft.lora", "optimize.kl.target"]
+    text = (project / FILE).read_text(encoding="utf-8")
+    assert "# comments survive" in text
+    assert "# peak" in text
+    params = load(project)
+    assert (params.sft.lr, params.sft.lora, params.optimize.kl.target) == (1e-5, None, 0.3)
+    assert write_overrides(project, ["sft.lr=1e-5"]) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sft.lr=0", "override: sft.lr = 0"),
+        ("sft.lrr=1", "did you mean 'lr'"),
+        ("seed", "expected key.sub=value"),
+        ("seed.x=1", "seed is a single value"),
+        ("sft.lr=[1", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_leaves_the_file_as_it_was(project: Path, override: str, words: str) -> None:
+    before = (project / FILE).read_bytes()
+    with pytest.raises(ConfigurationError, match=words.replace("[", r"\[")):
+        write_overrides(project, ["seed=7", override])
+    assert (project / FILE).read_bytes() == before
+
+
+def test_a_profile_is_merged_key_by_key_and_overrides_win(project: Path) -> None:
+    (project / "profiles").mkdir()
+    (project / "profiles" / "big.yaml").write_text(
+        "sft: {batch: 64, lora: {rank: 64}}\noptimize: {steps: 900}\n", encoding="utf-8"
+    )
+    changed = write_overrides(project, ["optimize.steps=10"], profile="big")
+    assert changed == ["sft.batch", "sft.lora.rank", "optimize.steps", "optimize.steps"]
+    params = load(project)
+    assert params.sft.lora is not None
+    assert (params.sft.batch, params.sft.lora.rank, params.sft.lr, params.optimize.steps) == (64, 64, 1e-3, 10)
+    with pytest.raises(ConfigurationError, match="known: big"):
+        write_overrides(project, profile="bigger")
+
+
+def test_writers_wait_for_each_other(project: Path) -> None:
+    keys = ["seed", "sft.batch", "sft.epochs", "optimize.steps", "optimize.prompts", "promote.min_prompts"]
+    writers = [threading.Thread(target=write_overrides, args=(project, [f"{key}=9"])) for key in keys]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    params = load(project)
+    assert (params.seed, params.sft.batch, params.optimize.prompts, params.promote.min_prompts) == (9, 9, 9, 9)
+
+
+def test_flat() -> None:
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
