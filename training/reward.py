@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from data.errors import DataError, DivergenceError, InfrastructureError, Stopped
+from data.errors import ConfigurationError, DataError, DivergenceError, InfrastructureError, Stopped
 from data.records import Preference, read_records
 from training import losses
 from training.batches import Batch, deal, fill, step_rows, steps_per_epoch
@@ -190,12 +190,30 @@ def build_members(source: Path | str, params: RewardParams, seed: int) -> tuple[
     kind: Kind = "encoder"
     for number in range(params.members):
         backbone, kind = load_backbone(source)
+        if params.frozen_layers:
+            freeze(backbone, params.frozen_layers)
         if params.lora:
             backbone = add_lora(backbone, params.lora)
         if params.engine.gradient_checkpointing:
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
         members.append(Member(backbone, kind, max(1, len(params.heads)), head_seed(seed, number)))
     return members, kind
+
+
+def freeze(backbone: nn.Module, count: int) -> None:
+    """Keeps the embeddings and the lowest `count` layers as they are: no gradient, no optimizer state."""
+    stacks = [(name, part) for name, part in backbone.named_modules() if isinstance(part, nn.ModuleList)]
+    name, layers = max(stacks, key=lambda stack: len(stack[1]))
+    if count >= len(layers):
+        raise ConfigurationError(
+            f"frozen_layers is {count} of {len(layers)} layers; at least one must be left to learn"
+        )
+    lowest = tuple(f"{name}.{number}." for number in range(count))
+    for key, parameter in backbone.named_parameters():
+        # Outside the stack there are embeddings, and in some models one last norm, which goes on learning.
+        embedding = not key.startswith(f"{name}.") and ("embed" in key or "wte" in key or "wpe" in key)
+        if embedding or key.startswith(lowest):
+            parameter.requires_grad_(False)
 
 
 def head_seed(seed: int, number: int) -> int:

@@ -62,7 +62,7 @@ def llama(seed: int = 0, vocab: int = 258, tied: bool = True, **changes: Any) ->
 
 
 def gpt2(seed: int = 0, vocab: int = 258) -> GPT2LMHeadModel:
-    """Two layers, 32 wide; computes in float64 throughout when its weights are float64 (Llama's norms don't)."""
+    """Two layers, 32 wide; float64 weights give float64 throughout (Llama norms in float32)."""
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=vocab, n_positions=256, n_embd=32, n_layer=2, n_head=4,
