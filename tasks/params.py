@@ -23,7 +23,7 @@ from ruamel.yaml.error import YAMLError
 from data.config import DataParams
 from data.errors import ConfigurationError
 from tasks.places import home, write_text
-from training.config import OptimizeParams, RewardParams, Section, SftParams
+from training.config import EvaluateParams, OptimizeParams, RewardParams, Section, SftParams
 
 FILE = "params.yaml"
 
@@ -45,22 +45,6 @@ class ModelParams(Section):
         None, description="Jinja text or a file that replaces the tokenizer's template; null: its own"
     )
     revision: str | None = Field(None, description="commit or tag of a hub id; null: what the cache has")
-
-
-class EvaluateParams(Section):
-    """How candidate and champion are compared."""
-
-    prompts: int = Field(200, ge=1, description="evaluation prompts at most, the first in the file's order")
-    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
-    temperature: float = Field(0.0, ge=0, description="of sampling; 0: greedy")
-    token_budget: int = Field(4096, ge=1, description="tokens of a batch, padding included")
-    tie: float = Field(0.0, ge=0, description="judge scores closer than this are a tie, in score units")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="of all intervals")
-    precision: Literal["bf16", "fp32"] = Field("bf16", description="of generation and scoring")
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
-    threads: int = Field(
-        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
-    )
 
 
 class PromoteParams(Section):

@@ -382,3 +382,25 @@ class OptimizeParams(Section):
                 f"algorithm: {self.algorithm} needs beta > 0 (0 gives a constant loss); .1 is usual"
             )
         return self
+
+
+class EvaluateParams(Section):
+    """How candidate and champion are compared."""
+
+    prompts: int = Field(200, ge=1, description="evaluation prompts at most, the first in the file's order")
+    kl_prompts: int = Field(
+        48, ge=1, description="prompts on whose answers the KL to the SFT model is taken; two more passes each"
+    )
+    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
+    temperature: float = Field(0.0, ge=0, description="of sampling; 0: greedy")
+    token_budget: int = Field(4096, ge=1, description="tokens of a batch, padding included")
+    tie: float = Field(0.0, ge=0, description="judge scores closer than this are a tie, in score units")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of all intervals")
+    precision: Precision = Field(
+        "auto",
+        description="bf16: of weights and arithmetic; fp32: neither; auto: bf16 where hardware has it",
+    )
+    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    threads: int = Field(
+        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+    )
