@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -20,6 +21,11 @@ from flows.dag import Dag, read_dag
 from flows.secrets import mask, mask_value, refuse_in_params
 from flows.table import outcome_code, print_summary
 from tasks.params import load, write_overrides
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+    from flows.stages import Outcome
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ def _flow(project: Path, registry: str, request: Request, console: Console) -> i
 
         from flows import orphans
         from flows.retrain import last_session, retrain
+        from flows.settle import leave, settle
 
         for name in orphans.mark_crashed():
             console.print(f"flow run {name}: its process was killed, marked as crashed", markup=False)
@@ -129,7 +136,15 @@ def _flow(project: Path, registry: str, request: Request, console: Console) -> i
         shown = mask_value({"profile": request.profile, "overrides": request.keys(project)})
         with tags(orphans.owner_tag(), f"asked: {json.dumps(shown, ensure_ascii=False)}"[:200]):
             state = retrain(registry, force=request.force, return_state=True)
-    failure = last_session[0].failure() if last_session else None
+        code = _ended(project, last_session[0].failure() if last_session else None, state, console)
+        if not settle():
+            console.print("the Prefect server did not take the last events; its pages may lack some")
+            leave(code if code else outcome_code(project))
+    return code
+
+
+def _ended(project: Path, failure: Outcome | None, state: State[Any], console: Console) -> int:
+    """Explain how the flow ended; its exit code."""
     if failure is None:
         if state.is_completed():
             return 0

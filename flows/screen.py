@@ -29,7 +29,7 @@ class Screen:
     """Shows several stages at once; its methods may be called from any thread."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or Console(highlight=False)
         self._guard = threading.Lock()
         self._bars: dict[str, TaskID] = {}
         self._last: dict[str, float] = {}
