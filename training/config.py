@@ -66,6 +66,9 @@ class LoraParams(Section):
     target: Literal["all-linear", "attention"] = Field(
         "all-linear", description="which matrices; all linear ones do best [2305.14314]"
     )
+    layers: int | None = Field(
+        None, ge=1, description="only the last so many layers: the backward pass ends there; null: all"
+    )
 
 
 class SftParams(Section):
@@ -253,7 +256,7 @@ class ScorerParams(Section):
     )
     dimension: str = Field("quality", min_length=1, description="which weight it falls under")
     floor: float | None = Field(
-        None, description="an answer below it gets the floor of the batch; null: none"
+        None, description="an answer below it gets at most rewards.cap; null: no floor"
     )
 
 
@@ -270,6 +273,7 @@ class RewardsParams(Section):
     normalise: Literal["none", "batch", "group"] = Field(
         "none", description="each dimension over batch or group before it is summed (GDPO [2601.05242])"
     )
+    cap: float = Field(0.0, description="most that an answer below the floor of a dimension can get")
     penalty: float = Field(0.5, ge=0, description="reward taken for full evidence of cheating")
     missing_eos: float = Field(0.0, ge=0, description="reward taken from an answer cut at max_new_tokens")
     overlong_buffer: int = Field(
@@ -308,6 +312,7 @@ class GuardParams(Section):
     value_loss: float | None = Field(
         20.0, gt=1, description="value loss over its running median, as a factor"
     )
+    gap_every: int = Field(5, ge=1, description="steps between two looks of the judge, where there is one")
     window: int = Field(5, ge=1, description="steps in a row (or averaged over) before a guard acts")
     actions: dict[str, Action] = Field(
         default_factory=dict,
@@ -356,6 +361,12 @@ class OptimizeParams(Section):
     preference: PreferenceParams = Field(default_factory=PreferenceParams)
     rewards: RewardsParams = Field(default_factory=RewardsParams)
     guards: GuardParams = Field(default_factory=GuardParams)
+    rounds: int = Field(
+        4, ge=1, description="batches of prompts that DAPO's dynamic sampling tries for one step"
+    )
+    held_out: int = Field(
+        32, ge=0, description="training prompts set apart: mean reward before and after, one sample each"
+    )
     lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
     precision: Precision = Field(
         "auto",
@@ -376,6 +387,10 @@ class OptimizeParams(Section):
             raise ValueError(
                 f"algorithm: {self.algorithm} compares samples of a prompt: group must be >= 2, is "
                 f"{self.group}"
+            )
+        if self.prompts < self.processes:
+            raise ValueError(
+                f"prompts ({self.prompts}) must be >= processes ({self.processes}): each rank needs one a step"
             )
         if self.algorithm in ON_PAIRS - {"orpo"} and self.beta == 0:
             raise ValueError(
@@ -399,6 +414,29 @@ class EvaluateParams(Section):
     precision: Precision = Field(
         "auto",
         description="bf16: of weights and arithmetic; fp32: neither; auto: bf16 where hardware has it",
+    )
+    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    threads: int = Field(
+        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+    )
+
+
+class EvaluateParams(Section):
+    """Candidate against champion on held-out prompts."""
+
+    prompts: int = Field(200, ge=1, description="at most so many evaluation prompts, in their file's order")
+    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
+    max_prompt: int = Field(384, ge=1, description="tokens of the prompt; longer ones count as failures")
+    temperature: float = Field(
+        1.0, ge=0, description="of sampling, both models with the same random numbers; 0: the likeliest token"
+    )
+    kl_prompts: int = Field(64, ge=0, description="prompts on which the KL to the reference is estimated")
+    token_budget: int = Field(4096, ge=1, description="tokens of a micro batch, padding included")
+    tie: float = Field(0.0, ge=0, description="difference of the judge's scores up to which it is a tie")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
+    precision: Precision = Field(
+        "auto",
+        description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
     processes: int = Field(1, ge=1, description="ranks; one a GPU")
     threads: int = Field(
