@@ -131,7 +131,7 @@ class Recorder:
         with self._guard:
             self._rows.append((int(time.time() * 1000), step, dict(values)))
 
-    def finish(self, ending: Ending, timeout: float = 120.0) -> None:
+    def finish(self, ending: Ending, timeout: float = 600.0) -> None:
         """Write the rest and close the run; a failure is told, never raised."""
         self._ending = ending
         self._wake.set()

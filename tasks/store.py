@@ -55,9 +55,11 @@ def prepare(project: Path, create: Callable[[], None]) -> None:
         return
     marker = home(project) / "store.json"
     here = str(home(project))
-    if marker.is_file() and database(project).is_file() and read_json(marker).get("home") == here:
+    if _is_ready(project, marker):
         return
     with lock(project, "store"):
+        if _is_ready(project, marker):
+            return  # the process that held the lock has done it
         before = read_json(marker).get("home") if marker.is_file() else here
         if database(project).is_file() and before != here:
             _relocate(database(project), str(before), here)
@@ -65,6 +67,11 @@ def prepare(project: Path, create: Callable[[], None]) -> None:
         with sqlite3.connect(database(project), timeout=_BUSY_SECONDS) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         write_json(marker, {"home": here})
+
+
+def _is_ready(project: Path, marker: Path) -> bool:
+    here = str(home(project))
+    return marker.is_file() and database(project).is_file() and read_json(marker).get("home") == here
 
 
 def _relocate(path: Path, before: str, here: str) -> None:

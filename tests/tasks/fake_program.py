@@ -48,7 +48,9 @@ def main(work: Path) -> None:
     (work / "journal.jsonl").write_text("")
     (work / "model").mkdir(exist_ok=True)
     (work / "model" / "weights").write_bytes(b"w" * 1000)
-    (work / "result.json").write_text(json.dumps({"status": "trained", "digest": "d", "loss_last": 1 / STEPS}))
+    (work / "result.json").write_text(
+        json.dumps({"status": "trained", "digest": "d", "loss_last": 1 / STEPS})
+    )
 
 
 if __name__ == "__main__":

@@ -21,19 +21,27 @@ def test_the_shipped_file_is_valid_and_names_every_section() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"sft": {"lr": -1.0}}, ("sft.lr = -1.0", "greater than 0", "change the value of sft.lr", "learning rate")),
+        (
+            {"sft": {"lr": -1.0}},
+            ("sft.lr = -1.0", "greater than 0", "change the value of sft.lr", "learning rate"),
+        ),
         ({"sft": {"learning_rate": 1.0}}, ("sft.learning_rate", "no such parameter", "known here", "lr")),
         ({"optimize": {"guard": {}}}, ("optimize.guard", "did you mean 'guards'?")),
         ({"optimise": {}}, ("optimise", "did you mean 'optimize'?")),
         ({"sft": {"lora": {"ranks": 3}}}, ("sft.lora.ranks", "did you mean 'rank'?")),
         ({"sft": {"epochs": "2"}}, ("sft.epochs = '2'", "integer")),
         ({"seed": True}, ("seed = True", "integer")),
-        ({"sft": {"max_prompt": 900}}, ("sft: max_prompt (900) must be below max_length", "lower max_prompt")),
+        (
+            {"sft": {"max_prompt": 900}},
+            ("sft: max_prompt (900) must be below max_length", "lower max_prompt"),
+        ),
         ({"model": {"dtype": "int4"}}, ("model.dtype = 'int4'", "bfloat16")),
         ({"registry": {"name": "a b"}}, ("registry.name = 'a b'",)),
     ],
 )
-def test_a_fault_names_file_key_value_bound_and_remedy(raw: dict[str, object], words: tuple[str, ...]) -> None:
+def test_a_fault_names_file_key_value_bound_and_remedy(
+    raw: dict[str, object], words: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse(raw, "params.yaml")
     message = str(caught.value)
@@ -100,7 +108,12 @@ def test_a_profile_is_merged_key_by_key_and_overrides_win(project: Path) -> None
     assert changed == ["sft.batch", "sft.lora.rank", "optimize.steps", "optimize.steps"]
     params = load(project)
     assert params.sft.lora is not None
-    assert (params.sft.batch, params.sft.lora.rank, params.sft.lr, params.optimize.steps) == (64, 64, 1e-3, 10)
+    assert (params.sft.batch, params.sft.lora.rank, params.sft.lr, params.optimize.steps) == (
+        64,
+        64,
+        1e-3,
+        10,
+    )
     with pytest.raises(ConfigurationError, match="known: big"):
         write_overrides(project, profile="bigger")
 
@@ -113,7 +126,12 @@ def test_writers_wait_for_each_other(project: Path) -> None:
     for writer in writers:
         writer.join()
     params = load(project)
-    assert (params.seed, params.sft.batch, params.optimize.prompts, params.promote.min_prompts) == (9, 9, 9, 9)
+    assert (params.seed, params.sft.batch, params.optimize.prompts, params.promote.min_prompts) == (
+        9,
+        9,
+        9,
+        9,
+    )
 
 
 def test_flat() -> None:

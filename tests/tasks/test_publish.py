@@ -32,7 +32,9 @@ def test_an_output_appears_whole_and_replaces_the_old_one(tmp_path: Path, work: 
 
 def test_nothing_appears_when_a_file_is_missing(tmp_path: Path, work: Path) -> None:
     publish(tmp_path, "sft", work, ["result.json"])
-    with pytest.raises(InfrastructureError, match="metrics.jsonl: the training program ended without writing it"):
+    with pytest.raises(
+        InfrastructureError, match="metrics.jsonl: the training program ended without writing it"
+    ):
         publish(tmp_path, "sft", work, ["result.json", "metrics.jsonl"])
     assert files_below(tmp_path / "data" / "stages" / "sft") == ["result.json"]
 
@@ -46,7 +48,9 @@ def test_a_copy_where_links_do_not_work(tmp_path: Path, work: Path, monkeypatch:
     assert digest(tmp_path / "copy") == digest(work)
 
 
-def test_an_unwritable_output_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_output_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path, *arguments: object, **named: object) -> None:
         raise PermissionError(30, "Read-only file system")
 

@@ -23,7 +23,12 @@ FAKE = [sys.executable, "-m", "tests.tasks.fake_stage"]
 
 def start(project: Path, command: list[str] = FAKE, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=project, env=surroundings(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=project,
+        env=surroundings(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -67,7 +72,9 @@ def pids(project: Path) -> list[int]:
 def all_gone(numbers: list[int], seconds: float = 5) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        left = [n for n in numbers if psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE]
+        left = [
+            n for n in numbers if psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE
+        ]
         if not left:
             return True
         time.sleep(0.05)
@@ -79,7 +86,11 @@ def runs(project: Path) -> list[tuple[str, str, int]]:
     tracking = client(project)
     found = tracking.search_runs(["1"], "tags.`plumbline.kind` = 'stage'")
     return [
-        (r.info.status, r.data.tags["plumbline.stage"], len(tracking.get_metric_history(r.info.run_id, "loss")))
+        (
+            r.info.status,
+            r.data.tags["plumbline.stage"],
+            len(tracking.get_metric_history(r.info.run_id, "loss")),
+        )
         for r in found
     ]
 
@@ -89,7 +100,12 @@ def test_a_stage_publishes_and_is_recorded(project: Path) -> None:
     code, text = finished(project)
     assert code == 0, text
     output = project / "data" / "stages" / "sft"
-    assert sorted(f.name for f in output.iterdir()) == ["journal.jsonl", "metrics.jsonl", "model", "result.json"]
+    assert sorted(f.name for f in output.iterdir()) == [
+        "journal.jsonl",
+        "metrics.jsonl",
+        "model",
+        "result.json",
+    ]
     assert os.path.samefile(output / "model" / "weights", work(project) / "model" / "weights")
     status = read_json(project / ".plumbline" / "status" / "sft.json")
     assert (status["state"], status["progress"]) == ("done", {"step": STEPS, "total": STEPS, "unit": "step"})
@@ -206,7 +222,9 @@ def test_work_is_kept_until_dvc_has_the_output(dvc_project: Path) -> None:
     assert finished(dvc_project)[0] == 0
     assert tidy(dvc_project) == []
     command = [sys.executable, "-m", "dvc", "repro", "sft"]
-    done = subprocess.run(command, cwd=dvc_project, env=surroundings(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=dvc_project, env=surroundings(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     weights = dvc_project / "data" / "stages" / "sft" / "model" / "weights"
     assert weights.stat().st_nlink == 3  # work, output, cache: one copy on disk
