@@ -1,245 +1,219 @@
-"""Two models on the same prompts: `python -m training.launch -m training.compare WORKDIR`.
+"""Candidate and champion answer the same prompts: `python -m training.launch -m training.compare WORKDIR`.
 
-In: `candidate`, `champion`, `reference` (folders of causal LMs), `judge` (a score model), `prompts` (Prompt
-rows). Out: samples.jsonl, one row a prompt, and result.json. Both models answer with the same keyed random
-numbers, the judge reads decoded text and does not know whose it is, and a prompt that could not be judged is
-a row with a `failure`, never a zero.
+In: `candidate`, `champion`, `judge`, `prompts`, and `reference` (the SFT model; the champion when it is not
+given). Both draw with the same random numbers, so what the two models have in common cancels. Out:
+samples.jsonl, a row a prompt: both texts, the judge's scores, broken rules, and for the first `kl_prompts`
 
-    kl = sum_t KL( pi(. | s_t) || pi_ref(. | s_t) )     over the states s_t of the candidate's own answer
+    kl = sum over the candidate's tokens of log pi_candidate - log pi_reference       (nats an answer)
 
-the full distribution's KL in every state visited, so it is never negative; with temperature 1 its mean is the
-unbiased, Rao-Blackwellised estimate of the sequence KL [2504.10637], at other temperatures it is the KL along
-the answers that are compared. It is taken on the first `kl_prompts` prompts.
+Verdicts are drawn from the rows elsewhere: this program generates and measures. A prompt without a verdict
+has a `failure`, and is never left out. Rows are in the order of the prompts; a killed run starts anew.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import ConfigurationError, DataError, Stopped
 from data.records import Prompt, read_records
-from training.batches import Tree, collate, plan
-from training.chat import decode_answer, encode_prompt, load_tokenizer, stop_ids, template_hash
+from training import rules
+from training.batches import Tree, cannot_share, collate, plan
+from training.chat import decode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.config import EvaluateParams
 from training.engine import connect
-from training.generate import BuiltinGenerator
-from training.logprobs import backbone_and_head, hidden_states
-from training.models import autocast, device, load_causal, resolve
-from training.rewards import judge_directed, repetition
+from training.generate import BuiltinGenerator, Rollout
+from training.logprobs import answer_logprobs
+from training.models import autocast, device, digest, load_causal, resolve
 from training.rundir import RunDir, program
 from training.score import ScoreModel
 
-SIDES = ("candidate", "champion")
-CHUNK = 256
-REFUSAL = re.compile(
-    r"\b(i|we)('m| am|'re| are)? ?(can ?not|can't|can’t|won't|won’t|will not|unable to|not able to|"
-    r"must decline|have to decline|refuse to)\b"
-    r"|\b(i'm|i am|i’m) sorry,? (but )?(i|we|that)\b|\bas an ai\b",
-    re.IGNORECASE,
-)
-"""How refusals open; read in the first sentences only, where an answer says whether it is one."""
+CHUNK = 64
+"""Prompts generated between two looks at a stop signal."""
 
 
-def broken_rules(answer: str, finished: bool) -> dict[str, bool]:
-    """Rule -> whether the answer breaks it."""
-    return {
-        "unfinished": not finished,
-        "empty": not answer.strip(),
-        "repetition": repetition(answer) > 0,
-        "judge_directed": judge_directed(answer) > 0,
-        "refusal": REFUSAL.search(answer[:200]) is not None,
-    }
+def load(folder: Path, params: EvaluateParams) -> Any:
+    """A model that only reads."""
+    dtype = torch.bfloat16 if resolve(params.precision) == "bf16" else torch.float32
+    return load_causal(folder, dtype).to(device()).requires_grad_(False).eval()
 
 
-def read_prompts(run: RunDir, limit: int) -> list[Prompt]:
-    """The first `limit` prompts of the file."""
-    path = run.input("prompts")
-    rows = list(read_records(path, Prompt))[:limit]
-    if not rows:
-        raise DataError(f"{path}: no prompt to compare on; name a file in data.eval_prompts")
-    return rows
-
-
-def answers(
-    run: RunDir, side: str, prompts: Sequence[Prompt], params: EvaluateParams, tok: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """One model's answers: ids, text, whether they ended by themselves. Kept as a file, so that a killed run
-    answers only once."""
-    kept = run.path / f"answers-{side}.{run.rank}.json"
-    if kept.is_file():
-        rows: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8"))
-        return rows
-    precision = resolve(params.precision)
-    model = load_causal(run.input(side), torch.bfloat16 if precision == "bf16" else torch.float32)
-    model.to(device())
+def answer(
+    run: RunDir, model: Any, tok: PreTrainedTokenizerBase, prompts: Sequence[Prompt],
+    encoded: Sequence[list[int]], params: EvaluateParams,
+) -> Rollout:  # fmt: skip
+    """One answer a prompt; the random numbers depend on seed and prompt alone."""
     generator = BuiltinGenerator(
-        model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(precision)
+        model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(params.precision)
     )
-    rollout = generator.generate(
-        [encode_prompt(tok, prompt.prompt) for prompt in prompts],
-        1,
-        max_new_tokens=params.max_new_tokens,
-        temperature=params.temperature,
-        keys=[prompt.id for prompt in prompts],
-        seed=run.seed,
+    whole = Rollout()
+    # Prompts of like length together, back in their order afterwards.
+    order = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
+    for start in range(0, len(order), CHUNK):
+        if run.stop_requested:
+            raise Stopped("the comparison was stopped; run again to start it anew")
+        part = order[start : start + CHUNK]
+        found = generator.generate(
+            [encoded[index] for index in part], 1, max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature, keys=[prompts[index].id for index in part], seed=run.seed,
+        )  # fmt: skip
+        whole.answers += found.answers
+        whole.logp += found.logp
+        whole.finished += found.finished
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return Rollout(
+        *([field[place] for place in back] for field in (whole.answers, whole.logp, whole.finished))
     )
-    rows = [
-        {"ids": ids[0], "text": decode_answer(tok, ids[0]).strip(), "finished": finished[0]}
-        for ids, finished in zip(rollout.answers, rollout.finished, strict=True)
-    ]
-    unfinished = kept.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(rows), encoding="utf-8")
-    unfinished.replace(kept)
-    return rows
 
 
-def token_kl(policy: Any, reference: Any, trees: Sequence[Tree], pad_id: int, budget: int) -> list[float]:
-    """Sum over each answer's tokens of the KL between two models' next-token distributions, in nats."""
+def log_likelihoods(model: Any, trees: Sequence[Tree], pad_id: int, params: EvaluateParams) -> list[float]:
+    """log pi(answer | prompt) of each tree's one answer, at the sampling temperature."""
     found = [0.0] * len(trees)
-    for indices in plan(trees, budget, shared=False):
-        batch = collate([trees[index] for index in indices], pad_id, shared=False).to(device())
-        read = batch.source[batch.mask]
-        states, heads = [], []
-        for model in (policy, reference):
-            backbone, head = backbone_and_head(model)
-            states.append(hidden_states(backbone, batch)[read])
-            heads.append(head)
-        parts: list[Tensor] = []
-        for at in range(0, len(read), CHUNK):
-            ours, theirs = (
-                head(state[at : at + CHUNK]).float().log_softmax(-1)
-                for state, head in zip(states, heads, strict=True)
-            )
-            parts.append((ours.exp() * (ours - theirs)).sum(-1).clamp(min=0))
-        kl = torch.zeros(batch.mask.shape, device=read.device).masked_scatter(batch.mask, torch.cat(parts))
-        for row, index in enumerate(indices):
-            found[index] = float(kl[row].sum())
+    temperature = params.temperature or 1.0
+    shared = cannot_share(model) is None
+    with torch.no_grad(), autocast(params.precision):
+        for part in plan(trees, params.token_budget, shared):
+            batch = collate([trees[index] for index in part], pad_id, shared).to(device())
+            logp, _ = answer_logprobs(model, batch, temperature)
+            for index, value in zip(part, logp.double().sum(1).tolist(), strict=True):
+                found[index] = value
     return found
 
 
-def divergences(
-    run: RunDir,
-    prompts: Sequence[Prompt],
-    rows: Sequence[dict[str, Any]],
+def divergence(
+    made: Rollout, encoded: Sequence[list[int]], keys: Sequence[str], reference: Any, pad_id: int,
     params: EvaluateParams,
-    tok: PreTrainedTokenizerBase,
-) -> list[float]:
-    """KL of the candidate to the reference along its own answers."""
-    dtype = torch.bfloat16 if resolve(params.precision) == "bf16" else torch.float32
-    models: list[Any] = [
-        load_causal(run.input(side), dtype).to(device()).eval() for side in ("candidate", "reference")
-    ]
-    trees = [
-        Tree(prompt.id, encode_prompt(tok, prompt.prompt), [row["ids"]])
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
-    with torch.no_grad(), autocast(params.precision):
-        return token_kl(*models, trees, int(tok.pad_token_id), params.token_budget)
+) -> list[float | None]:  # fmt: skip
+    """KL of each of the first answers, by its own sample (k1); None for the others."""
+    wanted = min(params.kl_prompts, len(encoded))
+    trees = [Tree(keys[row], list(encoded[row]), made.answers[row]) for row in range(wanted)]
+    known = log_likelihoods(reference, trees, pad_id, params) if trees else []
+    kls: list[float | None] = [sum(made.logp[row][0]) - known[row] for row in range(wanted)]
+    return kls + [None] * (len(encoded) - wanted)
 
 
-def judge(
-    run: RunDir,
-    prompts: Sequence[Prompt],
-    texts: dict[str, list[str]],
-    params: EvaluateParams,
-) -> dict[str, list[float | None]]:
-    """Scores a side; None where the judge gave no number."""
-    model = ScoreModel.load(run.input("judge"), resolve(params.precision))
-    rows = [
-        (prompt.prompt, text) for side in SIDES for prompt, text in zip(prompts, texts[side], strict=True)
-    ]
-    scores = model.score(rows, params.token_budget)
-    flat = scores.mean(-1) if scores.ndim > 1 else scores
-    values = [float(score) if bool(score.isfinite()) else None for score in flat]
-    return {"candidate": values[: len(prompts)], "champion": values[len(prompts) :]}
+def side(
+    tok: PreTrainedTokenizerBase, prompt: Prompt, made: Rollout, row: int, score: float | None
+) -> dict[str, Any]:
+    """One model's half of a row."""
+    text = decode_answer(tok, made.answers[row][0])
+    return {
+        "text": text,
+        "score": score,
+        "tokens": len(made.answers[row][0]),
+        "words": len(text.split()),
+        "rules": rules.broken(prompt.prompt, text, made.finished[row][0]),
+    }
+
+
+def judge_all(folder: Path, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float | None]:
+    """The judge's score of each answer, the mean of its heads; None where it is no finite number."""
+    judge = ScoreModel.load(folder)
+    scores = judge.score_members(
+        [(prompt.prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    ).mean((0, 2))
+    return [float(score) if bool(score.isfinite()) else None for score in scores]
 
 
 def main(run: RunDir) -> None:
-    """Answers of both sides, scores, KL; each rank its share of the prompts."""
+    """Generates with one model after the other, judges, writes."""
     params = run.params(EvaluateParams)
     _, world = connect()
-    prompts = read_prompts(run, params.prompts)
-    tok = load_tokenizer(run.input("candidate"))
-    champion_tok = load_tokenizer(run.input("champion"))
-    if template_hash(tok) != template_hash(champion_tok):
-        raise ConfigurationError(
-            f"{run.input('champion')}: its chat template is not the candidate's; a comparison would compare "
-            "templates. Start a registry of its own with registry.name"
-        )
-    mine = prompts[run.rank :: world]
-    run.progress(0, 4, "part")
-    found: dict[str, list[dict[str, Any]]] = {}
-    for number, side in enumerate(SIDES, 1):
-        found[side] = answers(run, side, mine, params, tok if side == "candidate" else champion_tok)
-        run.progress(number, 4, "part")
-        if run.stop_requested:
-            raise Stopped(f"stopped after the {side}'s answers; run again to go on from there")
-    texts = {side: [row["text"] for row in found[side]] for side in SIDES}
-    scores = judge(run, mine, texts, params)
-    run.progress(3, 4, "part")
-    measured = [index for index in range(len(mine)) if index * world + run.rank < params.kl_prompts]
-    kls = divergences(
-        run, [mine[i] for i in measured], [found["candidate"][i] for i in measured], params, tok
-    ) if measured else []  # fmt: skip
-    rows = [
-        _row(
-            prompt,
-            {side: found[side][index] for side in SIDES},
-            {side: scores[side][index] for side in SIDES},
-        )
-        for index, prompt in enumerate(mine)
-    ]
-    for index, kl in zip(measured, kls, strict=True):
-        rows[index]["kl"] = kl
-    _write(run.path / f"samples.{run.rank}.jsonl", rows)
     if world > 1:
-        torch.distributed.barrier()
-    if run.rank == 0:
-        parts = [_read(run.path / f"samples.{rank}.jsonl") for rank in range(world)]
-        merged = [parts[index % world][index // world] for index in range(len(prompts))]
-        _write(run.path / "samples.jsonl", merged)
-        run.progress(4, 4, "part")
-        failed = sum(row["failure"] is not None for row in merged)
-        run.finish({"status": "compared", "n": len(merged), "failures": failed})
-
-
-def _row(
-    prompt: Prompt, answered: dict[str, dict[str, Any]], scores: dict[str, float | None]
-) -> dict[str, Any]:
-    sides = {
-        side: {
-            "text": answered[side]["text"],
-            "tokens": len(answered[side]["ids"]),
-            "score": scores[side],
-            "rules": broken_rules(answered[side]["text"], answered[side]["finished"]),
+        raise ConfigurationError("evaluate.processes must be 1: compare runs on one rank; raise threads")
+    toks = {name: load_tokenizer(run.input(name)) for name in ("candidate", "champion")}
+    hashes = {name: template_hash(tok) for name, tok in toks.items()}
+    prompts = list(read_records(run.input("prompts"), Prompt))[: params.prompts]
+    if not prompts:
+        raise DataError(f"{run.input('prompts')}: no evaluation prompts; give data.eval_prompts")
+    preflight(toks["candidate"], prompts[0].prompt, "An answer.")
+    tok = toks["candidate"]
+    encoded = [encode_prompt(tok, prompt.prompt) for prompt in prompts]
+    fits = [index for index, ids in enumerate(encoded) if len(ids) <= params.max_prompt]
+    chosen, ids = [prompts[index] for index in fits], [encoded[index] for index in fits]
+    began = time.monotonic()
+    made: dict[str, Rollout] = {}
+    kls: list[float | None] = []
+    digests = {name: digest(run.input(name)) for name in ("candidate", "champion")}
+    baseline = run.input("reference") if "reference" in run.config["inputs"] else run.input("champion")
+    digests["reference"] = digest(baseline)
+    for number, name in enumerate(("candidate", "champion"), 1):
+        own = ids if name == "candidate" else [encode_prompt(toks[name], row.prompt) for row in chosen]
+        model = load(run.input(name), params)
+        made[name] = answer(run, model, toks[name], chosen, own, params)
+        run.progress(number, 4, "part")
+        run.timing(number, {"seconds": time.monotonic() - began, "part": name})
+        if name == "champion":
+            if digests["reference"] != digests["champion"]:
+                del model
+                gc.collect()
+                model = load(baseline, params)
+            keys = [prompt.id for prompt in chosen]
+            kls = divergence(made["candidate"], ids, keys, model, int(tok.pad_token_id), params)
+        del model
+        gc.collect()
+    run.progress(3, 4, "part")
+    texts = {name: [decode_answer(toks[name], samples[0]) for samples in made[name].answers] for name in made}
+    scores = judge_all(run.input("judge"), [*chosen, *chosen], texts["candidate"] + texts["champion"])
+    rows = []
+    for place, prompt in enumerate(chosen):
+        ours, theirs = scores[place], scores[place + len(chosen)]
+        rows.append(
+            {
+                "id": prompt.id, "slice": prompt.slice,
+                "prompt": [message.model_dump() for message in prompt.prompt],
+                "candidate": side(toks["candidate"], prompt, made["candidate"], place, ours),
+                "champion": side(toks["champion"], prompt, made["champion"], place, theirs),
+                "kl": kls[place],
+                "failure": None if None not in (ours, theirs) else "the judge gave no finite score",
+            }
+        )  # fmt: skip
+    rows += [
+        {
+            "id": prompt.id, "slice": prompt.slice,
+            "prompt": [message.model_dump() for message in prompt.prompt],
+            "candidate": _blank(), "champion": _blank(), "kl": None,
+            "failure": f"the prompt has {len(encoded[index])} tokens, evaluate.max_prompt is {params.max_prompt}",
         }
-        for side in SIDES
-    }
-    unjudged = [side for side in SIDES if scores[side] is None]
-    return {
-        "id": prompt.id,
-        "slice": prompt.slice or "all",
-        "prompt": [message.model_dump() for message in prompt.prompt],
-        **sides,
-        "kl": None,
-        "failure": f"the judge gave no finite score to {' and '.join(unjudged)}" if unjudged else None,
-    }
+        for index, prompt in enumerate(prompts) if index not in set(fits)
+    ]  # fmt: skip
+    write_rows(run.path / "samples.jsonl", rows)
+    run.progress(4, 4, "part")
+    run.timing(4, {"seconds": time.monotonic() - began, "part": "judge"})
+    known = [value for value in kls if value is not None]
+    run.finish(
+        {
+            "status": "compared",
+            "n": len(rows),
+            "failures": sum(row["failure"] is not None for row in rows),
+            "kl": sum(known) / len(known) if known else None,
+            "digests": digests,
+            "template_hashes": hashes,
+            "identical_texts": sum(
+                a == b for a, b in zip(texts["candidate"], texts["champion"], strict=True)
+            ),
+        }
+    )
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+def _blank() -> dict[str, Any]:
+    return {"text": "", "score": None, "tokens": 0, "words": 0, "rules": {}}
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """All rows or none."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(
+        "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows), encoding="utf-8"
+    )
+    unfinished.replace(path)
 
 
 if __name__ == "__main__":

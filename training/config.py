@@ -286,6 +286,16 @@ class RewardsParams(Section):
     timeout: float = Field(10.0, gt=0, description="seconds a call may take")
     error_limit: float = Field(0.1, ge=0, le=1, description="share of failed scores that ends the run")
 
+    @model_validator(mode="after")
+    def _floors(self) -> Self:
+        floored = [scorer.name for scorer in self.scorers if scorer.floor is not None]
+        if floored and self.normalise != "none":
+            raise ValueError(
+                f"normalise: {self.normalise} changes the scale that the floors of {floored} are meant in; "
+                "set normalise: none, or take the floors out"
+            )
+        return self
+
 
 Action = Literal["warn", "lower_lr", "raise_beta", "rollback", "stop"]
 

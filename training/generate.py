@@ -207,9 +207,7 @@ def row_seed(seed: int, step: int, key: str, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 
-def uniforms(
-    seeds: numpy.typing.NDArray[numpy.uint64], position: int
-) -> numpy.typing.NDArray[numpy.float64]:
+def uniforms(seeds: numpy.typing.NDArray[numpy.uint64], position: int) -> numpy.typing.NDArray[numpy.float64]:
     """One number in [0, 1) a row: output `position` of a SplitMix64 stream of its own."""
     z = seeds + numpy.uint64((position + 1) * 0x9E3779B97F4A7C15 % 2**64)
     z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
@@ -277,7 +275,9 @@ class RoomyLayer(DynamicLayer):
         """Chosen rows (repeated, too) of some keys and values, with room for more positions."""
         used = keys.shape[2]
         roomy = [
-            torch.empty(len(rows), old.shape[1], used + room, old.shape[3], dtype=old.dtype, device=old.device)
+            torch.empty(
+                len(rows), old.shape[1], used + room, old.shape[3], dtype=old.dtype, device=old.device
+            )
             for old in (keys, values)
         ]
         for new, old in zip(roomy, (keys, values), strict=True):

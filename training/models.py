@@ -116,7 +116,7 @@ def add_lora(model: PreTrainedModel, lora: LoraParams) -> Any:
     )
     target = "all-linear" if lora.target == "all-linear" else ATTENTION
     depth = int(model.config.get_text_config().num_hidden_layers)
-    last = list(range(max(0, depth - lora.layers), depth)) if lora.layers else None
+    last = list(range(max(0, depth - lora.layers), depth)) if lora.layers and lora.layers < depth else None
     config = LoraConfig(
         task_type=kind, r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=target,
         layers_to_transform=last,

@@ -1,0 +1,206 @@
+"""Passes of the policy over a rollout: reference, old policy, and the update.
+
+Everything is cut into micro batches by tokens, and every loss is divided by a count over the whole batch, so
+how it is cut, and over how many ranks, does not show. Ranks enter every pass equally often: one that has
+fewer micro batches computes its first one again with weight zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from training import kl, losses
+from training.batches import Batch, Tree, collate, plan
+from training.config import OptimizeParams
+from training.engine import Engine, StepInfo
+from training.logprobs import answer_logprobs
+from training.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, needs
+from training.models import Reference, autocast, device
+
+OPEN_BELOW = {"cispo"}
+"""Algorithms whose ratio has no lower bound [2506.13585]."""
+
+
+@dataclass
+class Signals:
+    """What an update learns from, [N, R] (or [N, 1]); rows as in the experience."""
+
+    mask: Bool[Tensor, "N R"]
+    advantage: Float[Tensor, "N #R"]
+    ref_logp: Float[Tensor, "N R"]
+    rollout_logp: Float[Tensor, "N R"]
+    old_logp: Float[Tensor, "N R"] | None = None
+    """None: there is one update a rollout, and the old policy is the present one."""
+    old_value: Float[Tensor, "N R"] | None = None
+    returns: Float[Tensor, "N R"] | None = None
+
+
+@dataclass
+class Micro:
+    """A micro batch and where its answers stand in the experience."""
+
+    batch: Batch
+    rows: Tensor
+    weight: float
+
+    def take(self, value: Tensor) -> Tensor:
+        """The micro batch's part of an [N, R] or [N, 1] tensor, on its device."""
+        return value[self.rows, : self.batch.mask.shape[1]].to(self.batch.mask.device)
+
+
+@dataclass
+class Learner:
+    """One policy with its engine and reference."""
+
+    engine: Engine
+    model: Any
+    reference: Reference
+    params: OptimizeParams
+    pad_id: int
+    shared: bool
+
+    def micros(self, trees: Sequence[Tree], indices: Sequence[int] | None = None) -> Iterator[Micro]:
+        """Micro batches of some trees, equally many on every rank."""
+        chosen = list(range(len(trees))) if indices is None else list(indices)
+        parts = [
+            [chosen[place] for place in part]
+            for part in plan([trees[index] for index in chosen], self.params.token_budget, self.shared)
+        ]
+        wanted = len(parts)
+        if self.engine.world > 1:
+            counts = [0.0] * self.engine.world
+            counts[self.engine.rank] = float(len(parts))
+            wanted = int(max(self.engine.sum(counts)))
+        group = len(trees[0].answers)
+        for number in range(wanted):
+            part = parts[number] if number < len(parts) else (parts[0] if parts else [0])
+            batch = collate([trees[index] for index in part], self.pad_id, self.shared).to(device())
+            rows = torch.tensor([index * group + sample for index in part for sample in range(group)])
+            yield Micro(batch, rows, float(number < len(parts)))
+
+    def read(self, trees: Sequence[Tree], width: int, module: Callable[[Batch], Any]) -> list[Tensor]:
+        """Runs a module over all trees without gradient; its [n, r] tensors put together as [N, width]."""
+        out: list[Tensor] = []
+        count = sum(len(tree.answers) for tree in trees)
+        with torch.no_grad(), autocast(self.params.precision):
+            for micro in self.micros(trees):
+                values = module(micro.batch)
+                out = out or [torch.zeros(count, width, dtype=value.dtype) for value in values]
+                for whole, value in zip(out, values, strict=True):
+                    whole[micro.rows, : value.shape[1]] = value.cpu()
+        return out
+
+    def ref_logp(self, trees: Sequence[Tree], width: int) -> Float[Tensor, "N R"]:
+        """Log-probabilities of the policy as it was at the start: adapters off, no second copy."""
+        with self.reference as frozen:
+            return self.read(
+                trees, width, lambda batch: answer_logprobs(frozen, batch, self.params.temperature)[:1]
+            )[0]
+
+    def old(self, trees: Sequence[Tree], width: int) -> list[Tensor]:
+        """Log-probabilities, and values where there is a critic, of the policy before the update."""
+
+        def module(batch: Batch) -> list[Tensor]:
+            logp, _, *value = self.engine.module(batch, self.params.temperature)
+            return [logp, *value]
+
+        return self.read(trees, width, module)
+
+    def update(
+        self,
+        trees: Sequence[Tree],
+        signals: Signals,
+        indices: Sequence[int],
+        beta: float,
+        policy: float = 1.0,
+    ) -> tuple[StepInfo, dict[str, float]]:
+        """One optimizer step on some trees; `policy` 0 trains the value head only."""
+        group = len(trees[0].answers)
+        rows = torch.tensor([index * group + sample for index in indices for sample in range(group)])
+        aggregation = self._aggregation(signals.mask[rows.long()])
+        count, tokens = self.engine.sum([float(aggregation.units), float(signals.mask[rows.long()].sum())])
+        count, tokens = max(count, 1.0), max(tokens, 1.0)
+        sums = dict.fromkeys(("loss", "ratio_clipped", "approx_kl", "entropy_exact", "value_loss"), 0.0)
+        busy = self._useful(signals, indices, group)
+        micros = list(self.micros(trees, busy))
+        for number, micro in enumerate(micros, 1):
+            with autocast(self.params.precision):
+                loss, parts = self._loss(micro, signals, beta, policy, count, tokens)
+            self.engine.backward(loss * micro.weight, last=number == len(micros))
+            for name, value in parts.items():
+                sums[name] += value * micro.weight
+        total = dict(zip(sums, self.engine.sum(list(sums.values())), strict=True))
+        return self.engine.step(), total
+
+    def _aggregation(self, mask: Bool[Tensor, "N R"]) -> losses.Aggregation:
+        name = AGGREGATION_OF[self.params.algorithm]
+        function = AGGREGATIONS[name]
+        extra = {"length": self.params.max_new_tokens} if "length" in needs(function) else {}
+        aggregation: losses.Aggregation = function(mask, **extra)
+        return aggregation
+
+    def _useful(self, signals: Signals, indices: Sequence[int], group: int) -> list[int]:
+        """Trees from which any gradient comes; they are all counted, but the others need no computing."""
+        params = self.params
+        everything = signals.returns is not None or params.ppo.entropy > 0
+        if everything or (params.kl.where == "loss" and params.beta > 0):
+            return list(indices)
+        alive = (signals.advantage != 0).any(1) & signals.mask.any(1)
+        return [index for index in indices if bool(alive[index * group : (index + 1) * group].any())]
+
+    def _loss(
+        self, micro: Micro, signals: Signals, beta: float, policy: float, count: float, tokens: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of a micro batch as its share of the whole batch's, and its shares of the metrics."""
+        params = self.params
+        wants_entropy = params.ppo.entropy > 0
+        logp, entropy, *value = self.engine.module(
+            micro.batch, temperature=params.temperature, entropy=wants_entropy
+        )
+        mask = micro.batch.mask & micro.take(signals.mask)
+        old_logp = logp.detach() if signals.old_logp is None else micro.take(signals.old_logp)
+        weight = self._aggregation(mask).token_weight
+        corrected = weight
+        if params.clip.importance is not None:
+            corrected = weight * kl.truncated_importance(
+                old_logp, micro.take(signals.rollout_logp), mask, cap=params.clip.importance
+            )
+        function = POLICY_LOSSES[params.algorithm]
+        settings = {"clip_low": params.clip.low, "clip_high": params.clip.high}
+        if params.clip.dual is not None:
+            settings["dual_clip"] = params.clip.dual
+        if params.algorithm in OPEN_BELOW:
+            del settings["clip_low"]
+        chosen = {name: setting for name, setting in settings.items() if name in needs(function)}
+        result = function(
+            logp, old_logp, micro.take(signals.advantage), mask, corrected, count=count, **chosen
+        )
+        loss = result.loss * policy
+        if params.kl.where == "loss" and beta > 0:
+            log_ratios = kl.log_ratio(logp, micro.take(signals.ref_logp), mask)
+            divergence = kl.KL_ESTIMATORS[params.kl.estimator](log_ratios)
+            loss = loss + policy * kl.kl_loss(divergence, weight, beta=beta, count=count)
+        parts = {
+            "ratio_clipped": float((result.clipped & mask).sum()) / tokens,
+            "approx_kl": float(kl.k3(kl.log_ratio(old_logp, logp.detach(), mask)).sum()) / tokens,
+        }
+        if entropy is not None:
+            extra = losses.entropy_loss(entropy, mask, weight, coefficient=params.ppo.entropy, count=count)
+            loss = loss + policy * extra.loss
+            parts["entropy_exact"] = float(extra.terms.sum()) / tokens
+        if value:
+            assert signals.returns is not None and signals.old_value is not None
+            fit = losses.value_loss(
+                value[0], micro.take(signals.old_value), micro.take(signals.returns), mask, weight,
+                clip=float("inf") if params.clip.value is None else params.clip.value, count=count,
+            )  # fmt: skip
+            loss = loss + params.ppo.value_coef * fit.loss
+            parts["value_loss"] = float(fit.loss.detach())
+        parts["loss"] = float(loss.detach())
+        return loss, parts

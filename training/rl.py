@@ -1,0 +1,453 @@
+"""On-policy optimisation: `python -m training.launch -m training.rl WORKDIR`.
+
+    answers ~ policy, scores, reward = sum of weighted scores - penalties [- beta KL], advantage, update
+
+One program for RLOO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, REINFORCE++, PPO and online DPO: what distinguishes
+them are three functions by name, ADVANTAGES or TOKEN_ADVANTAGES (advantages.py), POLICY_LOSSES and
+AGGREGATION_OF (losses.py), and here DAPO's dynamic sampling. The reference is the policy itself without its
+adapters. With one update a rollout the old policy is the present one, and nothing is computed twice.
+
+In: `model`, `prompts`, `reward` (for learned scores) and `judge` (a guard's second opinion, never trained
+against). Out: model/, metrics, journal. A run that a guard ended publishes its last healthy weights, exits 0,
+and says so in its status.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.errors import DataError, Stopped
+from data.records import Prompt, read_records
+from training import advantages, guards, kl, preflight
+from training.batches import Tree, cannot_share, epoch_order
+from training.chat import encode_prompt, load_tokenizer, stop_ids, template_hash
+from training.checkpoint import Checkpoints
+from training.config import OptimizeParams
+from training.engine import Engine, connect
+from training.experience import Experience, Scoring, build_scorers, gather, join, select
+from training.generate import BuiltinGenerator, Generator
+from training.learner import Learner, Signals
+from training.logprobs import AnswerLogprobs
+from training.models import autocast, digest, load_policy, merge_and_save, reference, resolve, saved_dtype
+from training.rundir import RunDir, program
+from training.score import ScoreModel
+from training.value import ActorCritic
+
+
+@dataclass
+class Setting:
+    """What a run is made of; nothing here changes but the engine's weights."""
+
+    run: RunDir
+    params: OptimizeParams
+    tok: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    learner: Learner
+    generator: Generator
+    scoring: Scoring
+    checkpoints: Checkpoints
+    judge: ScoreModel | None
+
+    @property
+    def engine(self) -> Engine:
+        return self.learner.engine
+
+
+# -- the parts of a step -------------------------------------------------------------------------------------
+
+
+def draw(count: int, wanted: int, seed: int, drawn: int) -> list[int]:
+    """The next prompts of an endless sequence of epochs, each in an order of its own."""
+    places = range(drawn, drawn + wanted)
+    orders = {epoch: epoch_order(count, seed, epoch) for epoch in {place // count for place in places}}
+    return [orders[place // count][place % count] for place in places]
+
+
+def roll(setting: Setting, prompts: Sequence[Prompt], group: int, step: int) -> Experience:
+    """Answers of this rank's prompts, with scores."""
+    encoded = [encode_prompt(setting.tok, prompt.prompt) for prompt in prompts]
+    rollout = setting.generator.generate(
+        encoded, group, max_new_tokens=setting.params.max_new_tokens, temperature=setting.params.temperature,
+        keys=[prompt.id for prompt in prompts], seed=setting.run.seed, step=step,
+    )  # fmt: skip
+    return gather(setting.tok, prompts, encoded, rollout, setting.scoring)
+
+
+def fixed_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experience:
+    """The step's prompts, as they come."""
+    params, engine = setting.params, setting.engine
+    chosen = draw(len(setting.prompts), params.prompts, setting.run.seed, state["drawn"])
+    state["drawn"] += params.prompts
+    mine = [setting.prompts[index] for index in chosen[engine.rank :: engine.world]]
+    return roll(setting, mine, params.group, step)
+
+
+def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experience:
+    """DAPO: prompts whose answers all got the same reward are dropped, and others drawn in their place, for at
+    most `rounds` rounds [2503.14476]."""
+    params, engine = setting.params, setting.engine
+    quota = len(range(engine.rank, params.prompts, engine.world))
+    kept: list[Experience] = []
+    dropped: list[Experience] = []
+    for _ in range(params.rounds):
+        part = fixed_sampling(setting, state, step)
+        constant = advantages.constant_groups(
+            part.grouped(part.scored.reward), part.grouped(part.scored.known)
+        )
+        alive = (~constant).nonzero()[:, 0].tolist()
+        missing = quota - sum(len(other.trees) for other in kept)
+        kept += [select(part, alive[:missing])] if alive[:missing] else []
+        dropped += [select(part, constant.nonzero()[:, 0].tolist())] if bool(constant.any()) else []
+        # All ranks go on together: under ZeRO-3 generation is a collective.
+        if engine.sum([float(max(missing - len(alive), 0))])[0] == 0:
+            break
+    return join(kept) if kept else join(dropped)
+
+
+SAMPLING = {"dapo": dynamic_sampling}
+
+
+def signals(setting: Setting, found: Experience, beta: float) -> Signals:
+    """Reference, KL and advantages of an experience."""
+    params, width = setting.params, found.mask.shape[1]
+    ref_logp = setting.learner.ref_logp(found.trees, width)
+    several = params.ppo.updates * params.ppo.minibatches > 1
+    critic = params.algorithm == "ppo"
+    if several or critic or params.clip.importance is not None:
+        old_logp, *value = setting.learner.old(found.trees, width)
+    else:
+        old_logp, value = found.rollout_logp, []
+    log_ratios = kl.log_ratio(old_logp, ref_logp, found.mask)
+    token_kl = kl.KL_ESTIMATORS[params.kl.estimator](log_ratios)
+    weight = beta if params.kl.where == "reward" else 0.0
+    made = Signals(found.mask, torch.zeros(0, 0), ref_logp, found.rollout_logp)
+    if several or critic:
+        made.old_logp = old_logp
+    if params.algorithm in advantages.ADVANTAGES:
+        reward = kl.kl_in_score(found.scored.reward, token_kl, beta=weight)
+        by_group = advantages.ADVANTAGES[params.algorithm](
+            found.grouped(reward), found.grouped(found.scored.known)
+        )
+        made.advantage = by_group.advantage.flatten()[:, None]
+        return made
+    rewards = kl.kl_in_token_reward(found.scored.reward, token_kl, found.mask, beta=weight)
+    if critic:
+        made.old_value = value[0]
+        raw = advantages.gae(rewards, value[0], found.mask, gamma=params.ppo.gamma, lam=params.ppo.lam)
+        made.returns = raw.returns
+    else:
+        raw = advantages.discounted_returns(rewards, found.mask, gamma=params.ppo.gamma)
+    summed = advantages.Moments(*setting.engine.sum(advantages.moments(raw.advantage, found.mask)))
+    mean, std = advantages.mean_std(summed)
+    made.advantage = advantages.whiten(raw.advantage, found.mask, mean=mean, std=std)
+    return made
+
+
+def update(setting: Setting, found: Experience, made: Signals, beta: float, step: int) -> dict[str, float]:
+    """The optimizer steps on one rollout; ends early when the policy has moved `stop_kl` away."""
+    params, count = setting.params, len(found.trees)
+    policy = 0.0 if made.returns is not None and step <= params.ppo.value_warmup else 1.0
+    parts: list[dict[str, float]] = []
+    for number in range(params.ppo.updates):
+        order = epoch_order(count, setting.run.seed, step * params.ppo.updates + number)
+        for part in range(params.ppo.minibatches):
+            chosen = sorted(order[part :: params.ppo.minibatches])
+            info, values = setting.learner.update(found.trees, made, chosen, beta, policy)
+            parts.append({**values, "grad_norm": info.grad_norm, "lr": info.lr})
+            if params.ppo.stop_kl is not None and values["approx_kl"] > params.ppo.stop_kl:
+                break
+        else:
+            continue
+        break
+    wanted = ["loss", "ratio_clipped", "approx_kl", "grad_norm", "lr"]
+    wanted += ["entropy_exact"] if params.ppo.entropy > 0 else []
+    wanted += ["value_loss"] if made.returns is not None else []
+    return {name: sum(part[name] for part in parts) / len(parts) for name in wanted} | {
+        "updates": float(len(parts))
+    }
+
+
+# -- metrics -------------------------------------------------------------------------------------------------
+
+
+def measure(setting: Setting, found: Experience, made: Signals, look: bool) -> dict[str, float]:
+    """What a step's answers are like, over all ranks; `look`: the judge is asked too."""
+    total, scored = setting.engine.sum, found.scored
+    known, lengths = scored.known, torch.tensor([float(answer.length) for answer in found.answers])
+    log_ratios = kl.log_ratio(found.rollout_logp, made.ref_logp, found.mask)
+    reward, length = scored.reward[known].double(), lengths[known].double()
+    constant = advantages.constant_groups(found.grouped(scored.reward), found.grouped(known))
+    n, groups, answers, tokens, failed, calls, *sums = total([
+        float(known.sum()), len(found.trees), len(found.answers), float(found.mask.sum()),
+        scored.errors, scored.calls,
+        float(kl.k1(log_ratios).sum()), float(kl.k3(log_ratios).sum()),
+        -float(torch.where(found.mask, found.rollout_logp, 0.0).sum()),
+        float(lengths.sum()), sum(not answer.finished for answer in found.answers),
+        sum(not answer.text.strip() for answer in found.answers), float(constant.sum()),
+        float(scored.repetition.sum()), float(scored.detected.sum()),
+        float(reward.sum()), float(reward.square().sum()), float(length[:].sum()),
+        float(length.square().sum()), float((reward * length).sum()),
+    ])  # fmt: skip
+    k1, k3, surprise, long, cut, empty, same, repeated, cheated, r, rr, ln, ll, rl = sums
+    n, tokens = max(n, 1.0), max(tokens, 1.0)
+    values = {
+        "reward": r / n, "reward_std": math.sqrt(max(rr / n - (r / n) ** 2, 0.0)),
+        "kl": k1 / n, "kl_k3": k3 / n, "entropy": surprise / tokens, "length": long / answers,
+        "clipped": cut / answers, "stop_share": 1 - cut / answers, "empty": empty / answers,
+        "zero_variance": same / groups, "repetition": repeated / answers, "cheating": cheated / answers,
+        "length_corr": _correlation(n, r, rr, ln, ll, rl), "scorer_errors": failed / max(calls, 1.0),
+        "scorer_invalid": 1 - n / answers, "answers": answers,
+    }  # fmt: skip
+    for place, name in enumerate(scored.dimensions):
+        good = scored.valid[:, place]
+        whole, of = total([float(scored.score[good, place].sum()), float(good.sum())])
+        values[f"score_{name}"] = whole / max(of, 1.0)
+    if look and setting.judge is not None:
+        values |= _second_opinion(setting, found)
+    return values
+
+
+def _correlation(n: float, x: float, xx: float, y: float, yy: float, xy: float) -> float:
+    """Pearson's r from sums; 0 where one of the two does not vary."""
+    spread = (xx - x * x / n) * (yy - y * y / n)
+    return (xy - x * y / n) / math.sqrt(spread) if spread > 1e-12 * max(xx * yy, 1e-300) else 0.0
+
+
+def _second_opinion(setting: Setting, found: Experience) -> dict[str, float]:
+    assert setting.judge is not None
+    scores = setting.judge.score_members([(a.prompt.prompt, a.text) for a in found.answers]).mean(0).mean(1)
+    opinions = {"proxy": found.scored.reward[found.scored.known], "judge": scores[found.scored.known]}
+    values = {}
+    for name, opinion in opinions.items():
+        summed = advantages.Moments(
+            *setting.engine.sum(advantages.moments(opinion, torch.ones_like(opinion, dtype=torch.bool)))
+        )
+        values[name], values[f"{name}_std"] = advantages.mean_std(summed)
+    return values
+
+
+def held_out_reward(setting: Setting) -> float | None:
+    """Mean reward of one sample to each prompt that is set apart; the same random numbers every time."""
+    if not setting.held_out:
+        return None
+    mine = setting.held_out[setting.engine.rank :: setting.engine.world] or setting.held_out[:1]
+    found = roll(setting, mine, 1, step=-1)
+    counts = float(setting.engine.rank < len(setting.held_out))
+    whole, n = setting.engine.sum(
+        [counts * float(found.scored.reward.sum()), counts * float(found.scored.known.sum())]
+    )
+    return whole / n if n else None
+
+
+# -- guards --------------------------------------------------------------------------------------------------
+
+
+def answer_guards(setting: Setting, state: dict[str, Any], step: int) -> tuple[bool, str | None]:
+    """Reviews the history and acts; returns whether the step was healthy and why the run ends, if it does."""
+    params, run = setting.params, setting.run
+    watch = guards.Watch(params.guards, params.kl.target, params.rewards.error_limit)
+    findings = guards.review(state["history"], watch, state["answered"])
+    action = guards.decide(findings, state["rollbacks"], params.guards.max_rollbacks)
+    for finding in findings:
+        extra = {"first_error": setting.scoring.first_error} if finding.guard == "scorer_errors" else {}
+        run.journal(
+            "guard", step=step, guard=finding.guard, asked=finding.action, action=action,
+            value=_json_number(finding.value), bound=finding.bound, message=finding.message, **extra,
+        )  # fmt: skip
+        state["answered"][finding.guard] = len(state["history"])
+        state["seen"].append(
+            {"step": step, "guard": finding.guard, "action": action, "message": finding.message}
+        )
+    if action in ("lower_lr", "rollback"):
+        if action == "rollback":
+            loaded = setting.checkpoints.rollback()
+            state["rollbacks"] += 1
+            run.journal("rollback", step=step, to=loaded[0] if loaded else None)
+        setting.engine.scale_lr(params.guards.lr_factor)
+    if action in ("raise_beta", "rollback"):
+        state["beta"] = max(state["beta"], 1e-3) * params.guards.beta_factor
+    if action is not None:
+        run.journal("settings", step=step, lr_scale=setting.engine.lr_scale, beta=state["beta"])
+    reason = next((f"{f.guard}: {f.message}" for f in findings if f.action in ("stop", "rollback")), None)
+    return action in (None, "warn"), reason if action == "stop" else None
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+# -- the program ---------------------------------------------------------------------------------------------
+
+
+def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
+    """One step; returns why the run ends here, if a guard ends it."""
+    params, run, engine = setting.params, setting.run, setting.engine
+    began = time.monotonic()
+    found = SAMPLING.get(params.algorithm, fixed_sampling)(setting, state, step)
+    generated = time.monotonic()
+    made = signals(setting, found, state["beta"])
+    look = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
+    values = measure(setting, found, made, look)
+    bad = not math.isfinite(values["reward"]) or not bool(made.advantage.isfinite().all())
+    if engine.sum([float(bad)])[0]:
+        values["loss"] = math.nan
+    else:
+        values |= update(setting, found, made, state["beta"], step)
+    values["beta"] = state["beta"]
+    state["history"].append(values)
+    run.metrics(step, {name: _json_number(value) for name, value in values.items()})  # type: ignore[misc]
+    if params.kl.adaptive:
+        state["beta"] = kl.adaptive_beta(
+            state["beta"], values["kl"], target=params.kl.target, count=int(values["answers"]),
+            horizon=params.kl.horizon,
+        )  # fmt: skip
+    setting.generator.update(step)
+    healthy, reason = answer_guards(setting, state, step)
+    run.progress(step, params.steps)
+    seconds = time.monotonic() - began
+    run.timing(
+        step,
+        {
+            "seconds": seconds, "generate_seconds": generated - began,
+            "new_tokens_per_second": values["answers"] * values["length"] / seconds,
+        },
+    )  # fmt: skip
+    stop = bool(engine.sum([float(run.stop_requested)])[0])
+    if stop or reason is not None or step % params.checkpoint_every == 0 or step == params.steps:
+        if reason is None:
+            setting.checkpoints.save(step, state, healthy=healthy)
+    if stop and reason is None and step < params.steps:
+        raise Stopped(f"stopped after step {step} of {params.steps}; run again to go on from there")
+    return reason
+
+
+def set_up(run: RunDir) -> Setting:
+    """Reads everything, builds everything."""
+    params = run.params(OptimizeParams)
+    source = run.input("model")
+    tok = load_tokenizer(source)
+    rows = list(read_records(run.input("prompts"), Prompt))
+    kept = [row for row in rows if len(encode_prompt(tok, row.prompt)) <= params.max_prompt]
+    kept = list({row.id: row for row in sorted(kept, key=lambda row: row.id)}.values())
+    held_out, prompts = kept[: params.held_out], kept[params.held_out :]
+    if len(prompts) < params.prompts:
+        raise DataError(
+            f"{run.input('prompts')}: {len(prompts)} of {len(rows)} prompts are left (max_prompt "
+            f"{params.max_prompt}, {len(held_out)} set apart), a step asks for {params.prompts}; give more "
+            "prompts, or lower optimize.prompts or optimize.held_out"
+        )
+    preflight.tokens(tok, prompts)
+    connect()
+    model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
+    frozen = reference(model)
+    module = ActorCritic(model) if params.algorithm == "ppo" else AnswerLogprobs(model)
+    total = params.steps * params.ppo.updates * params.ppo.minibatches
+    engine = Engine(
+        module, params.engine, lr=params.lr, total_steps=total, warmup=params.warmup,
+        min_lr_share=params.min_lr_share, weight_decay=params.weight_decay, clip_norm=params.clip_norm,
+    )  # fmt: skip
+    why = cannot_share(model)
+    learner = Learner(engine, model, frozen, params, int(tok.pad_token_id), shared=why is None)
+    generator = BuiltinGenerator(
+        model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(params.precision),
+        gathered=getattr(engine, "gathered", nullcontext),
+    )  # fmt: skip
+    inputs = run.config["inputs"]
+    learned = run.input("reward") if "reward" in inputs else None
+    scoring = Scoring(
+        build_scorers(params.rewards, learned), params.rewards, params.max_new_tokens, engine.sum
+    )
+    judge = ScoreModel.load(run.input("judge")) if "judge" in inputs and params.guards.gap else None
+    checkpoints = Checkpoints(run, engine, params.keep)
+    setting = Setting(run, params, tok, prompts, held_out, learner, generator, scoring, checkpoints, judge)
+    if why is not None:
+        run.timing(0, {"unshared": why})
+    return setting
+
+
+def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
+    """Goes on from the last checkpoint, or starts: preflight, held-out reward, a checkpoint to fall back to."""
+    run, params = setting.run, setting.params
+    resumed = setting.checkpoints.resume()
+    trees = [Tree(row.id, encode_prompt(setting.tok, row.prompt), []) for row in setting.prompts[:2]]
+    measured = preflight.policy(setting.learner, setting.generator, trees, run.seed, fresh=resumed is None)
+    if measured.get("shared", 0.0) > preflight.SHARED_BOUND[resolve(params.precision)]:
+        setting.learner.shared = False
+    if resumed is not None:
+        return resumed
+    run.journal(
+        "start", prompts=len(setting.prompts), held_out=len(setting.held_out), steps=params.steps,
+        precision=resolve(params.precision), shared_prompts=setting.learner.shared, preflight=measured,
+        reference=digest(run.input("model")), template_hash=template_hash(setting.tok),
+        judge_guard=setting.judge is not None,
+    )  # fmt: skip
+    state: dict[str, Any] = {
+        "drawn": 0, "beta": params.beta, "history": [], "answered": {}, "seen": [], "rollbacks": 0,
+        "reward_before": held_out_reward(setting),
+    }  # fmt: skip
+    setting.checkpoints.save(0, state)
+    return 0, state
+
+
+def main(run: RunDir) -> None:
+    """Reads, trains, publishes."""
+    setting = set_up(run)
+    done, state = begin(setting)
+    reason = None
+    for step in range(done + 1, setting.params.steps + 1):
+        reason = step_once(setting, state, step)
+        if reason is not None:
+            setting.checkpoints.rollback()
+            break
+    for scorer in setting.scoring.scorers:
+        if reason is not None:
+            scorer.close()
+    publish(setting, state, reason)
+
+
+def publish(setting: Setting, state: dict[str, Any], reason: str | None) -> None:
+    """Merged weights and the result; after a guard's stop the last healthy weights, marked as such."""
+    run, params, engine = setting.run, setting.params, setting.engine
+    after = held_out_reward(setting) if reason is None else None
+    folder = run.path / "model"
+    weights = engine.full_state(setting.learner.model)
+    for scorer in setting.scoring.scorers:
+        scorer.close()
+    if engine.rank == 0:
+        merge_and_save(setting.learner.model, setting.tok, folder, saved_dtype(run.config), weights)
+        history = state["history"]
+        run.finish(
+            {
+                "status": "trained" if reason is None else "stopped_by_guard",
+                "reason": reason,
+                "digest": digest(folder),
+                "template_hash": template_hash(setting.tok),
+                "algorithm": params.algorithm,
+                "steps": len(history),
+                "reward_before": state["reward_before"],
+                "reward_after": after,
+                "reward_first": _finite(history[0]["reward"]),
+                "reward_last": _finite(history[-1]["reward"]),
+                "kl": _finite(history[-1]["kl"]),
+                "kl_target": params.kl.target,
+                "guards": state["seen"],
+            }
+        )
+    engine.barrier()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    program(main)
