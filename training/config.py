@@ -156,6 +156,9 @@ class RewardParams(Section):
     smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of labels taken to be wrong")
     heads: Names = Field((), description="dimensions with a head each; empty: one head for all pairs")
     members: int = Field(1, ge=1, description="ensemble members, same data, other seeds [2310.02743]")
+    frozen_layers: int = Field(
+        0, ge=0, description="lowest layers that stay as they are, embeddings too; 3 of MiniLM's 6: 1/3 less work"
+    )
     lora: LoraParams | None = Field(
         None, description="adapters on a causal LM; null: all weights are trained"
     )
