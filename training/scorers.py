@@ -93,9 +93,10 @@ class Tally:
         errors, seen = sum(self._latest), len(self._latest)
         if self.limit < 1 and errors > self.limit * max(seen, LEAST):
             raise InfrastructureError(
-                f"scorer {self.name}: {errors} of its last {seen} calls failed ({errors / seen:.0%}), more than "
-                f"rewards.error_limit = {self.limit:g} of at least {LEAST}; no failure was taken for a score. "
-                f"Mend the scorer or raise the limit. The first failure:\n{self.first_error}"
+                f"scorer {self.name}: {errors} of its last {seen} calls failed ({errors / seen:.0%}); "
+                f"rewards.error_limit = {self.limit:g} allows that share of at least {LEAST} calls. No failure "
+                f"was taken for a score. Mend the scorer or raise the limit. The first failure:\n"
+                f"{self.first_error}"
             )
         return outcome
 
