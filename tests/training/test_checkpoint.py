@@ -101,7 +101,7 @@ def test_the_best_and_the_last_healthy_stay(tmp_path: Path) -> None:
 
 
 def test_rolling_back_keeps_the_logs(tmp_path: Path) -> None:
-    run, engine, checkpoints = make(tmp_path)
+    run, _engine, checkpoints = make(tmp_path)
     assert checkpoints.rollback() is None
     checkpoints.save(1, {})
     run.metrics(2, {"loss": 1.0})
@@ -110,7 +110,7 @@ def test_rolling_back_keeps_the_logs(tmp_path: Path) -> None:
 
 
 def test_a_broken_state_is_not_kept(tmp_path: Path) -> None:
-    run, engine, checkpoints = make(tmp_path)
+    _run, engine, checkpoints = make(tmp_path)
     checkpoints.save(1, {})
     with torch.no_grad():
         next(engine.module.parameters())[0] = float("nan")
@@ -130,7 +130,7 @@ def test_a_full_disk_is_seen_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    run, _, checkpoints = make(tmp_path)
+    _run, _, checkpoints = make(tmp_path)
     checkpoints.save(1, {})
     _, engine, again = make(tmp_path)
     engine.world = 2
