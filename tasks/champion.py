@@ -50,22 +50,25 @@ def unchanged(project: Path, name: str) -> bool:
     return file.is_file() and read_json(file) == resolve(project, name)[0]
 
 
+def bring(version: Version, model: Path) -> None:
+    """Link a version's weights to a folder; weights that are not the registered ones are refused."""
+    shutil.rmtree(model, ignore_errors=True)
+    link_tree(fetch(version), model)
+    found = digest(model)
+    if found != version.digest:
+        raise InfrastructureError(
+            f"{version.source}: the weights of {version.name} {version.version} are not the registered ones "
+            f"(digest {found[:12]}, expected {version.digest[:12]}); restore the artifact, or roll back"
+        )
+
+
 def body(stage: Stage) -> None:
     """Write the champion's digest, and its weights when they are not the SFT model's."""
     champion, version = resolve(stage.project, stage.params.registry.name)
     if version is None:
         stage.publish_result(champion, file="champion.json")
         return
-    model = stage.work / "model"
-    shutil.rmtree(model, ignore_errors=True)
-    link_tree(fetch(version), model)
-    if digest(model) != version.digest:
-        raise InfrastructureError(
-            f"{version.source}: the weights of {version.name} {version.version} are not the registered ones "
-            "(digest "
-            f"{digest(model)[:12]}, expected {version.digest[:12]}); restore the artifact, or roll back to "
-            "another"
-        )
+    bring(version, stage.work / "model")
     stage.publish_result(champion, "model", file="champion.json")
 
 

@@ -115,7 +115,7 @@ def environment(threads: int, hub_offline: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1" if hub_offline else os.environ.get("HF_HUB_OFFLINE", "0"),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        # Waiting threads sleep: spinning ones take the core from a neighbour (3.5 times faster when both are busy).
+        # Waiting threads sleep: spinning ones take the core from a neighbour (3.5 times faster, both busy).
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "PYTHONHASHSEED": "0",

@@ -46,7 +46,9 @@ def carry_out(
         return _done(candidate, CHALLENGER), registry.find(version.version)
     sft = read_json(stage_folder(project, "sft") / "result.json")["digest"]
     expected = str(champion) if champion != sft or (current and current.digest == sft) else None
-    return _done(candidate, CHAMPION), registry.promote(version, expected, "plumbline", "all gates passed")
+    return _done(candidate, CHAMPION), registry.promote(
+        version, expected, "plumbline", "all gates passed", force
+    )
 
 
 def unchanged(project: Path, params: Params) -> bool:

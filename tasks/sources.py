@@ -17,6 +17,7 @@ from tasks.base import gguf_file, is_hub_id
 from tasks.params import Params, load
 from tasks.places import Json, digest, home, stage_folder, write_json
 from tasks.stage import Stage, run
+from training.config import ScorerParams
 
 FILES = ("data.json", "model.json", "reward.json", "judge.json", "optimize.json")
 
@@ -37,9 +38,7 @@ def current(project: Path, params: Params) -> dict[str, Json]:
         "reward.json": _reward(project, params.reward.model, memo),
         "judge.json": _reward(project, params.judge.model, memo),
         "optimize.json": {
-            scorer.name: memo.digest(project / scorer.path)
-            for scorer in params.optimize.rewards.scorers
-            if scorer.kind == "learned" and scorer.path
+            scorer.name: _scorer(project, scorer, memo) for scorer in params.optimize.rewards.scorers
         },
     }
     template = params.model.chat_template
@@ -73,6 +72,16 @@ def _model_digest(project: Path, source: str, memo: _Memo) -> str:
         f"params.yaml: model.source = {source!r}: neither a file or folder nor a hub id (owner/name); "
         "correct the path"
     )
+
+
+def _scorer(project: Path, scorer: ScorerParams, memo: _Memo) -> str:
+    """The content behind a source of reward: a model's folder, or the file that defines a function."""
+    if scorer.kind == "learned" and (project / scorer.path).exists() and scorer.path:
+        return memo.digest(project / scorer.path)
+    if scorer.kind == "function":
+        file = project / (scorer.path.partition(":")[0].replace(".", "/") + ".py")
+        return memo.digest(file) if file.is_file() else scorer.path
+    return scorer.path
 
 
 def _reward(project: Path, model: str, memo: _Memo) -> Json:

@@ -1,4 +1,6 @@
-"""A small project of its own in a folder with spaces and accents, and a tracking store that is set up once."""
+"""A small project of its own in a folder with spaces and accents, and a tracking store that is set up
+once.
+"""
 
 from __future__ import annotations
 

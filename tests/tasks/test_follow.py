@@ -30,7 +30,7 @@ def test_a_cut_file_gives_only_what_changed(tmp_path: Path) -> None:
     rows = Metrics(file)
     file.write_text("".join(line(step, 1 / step) for step in range(1, 7)))
     assert len(rows.read()) == 6
-    # Cut to step 4 and already longer than before when it is read again; step 5 as it was, 6 with other values.
+    # Cut to step 4 and already longer than before when it is read again; 5 as it was, 6 with other values.
     file.write_text("".join(line(step, 1 / step) for step in range(1, 6)) + line(6, 9.0) + line(7, 8.0))
     assert rows.read() == [(6, {"loss": 9.0}), (7, {"loss": 8.0})]
 

@@ -1,4 +1,6 @@
-"""Runs tell what happened: batched metrics, no point twice, orphans closed, a store that several may write to."""
+"""Runs tell what happened: batched metrics, no point twice, orphans closed, a store that several may write
+to.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def test_files_are_kept_as_links_and_found_after_a_move(project: Path, tmp_path:
     recorder = record(project, Ending("FINISHED", files=[(project / "model", "model")]))
     tracking = client(project)
     kept = Path(keep_file(tracking, str(recorder.run_id), project / "model", "model"))
-    assert os.path.samefile(kept / "weights", weights)
+    assert (kept / "weights").samefile(weights)
     moved = tmp_path / "elsewhere ü"
     shutil.move(project, moved)
     uri = client(moved).get_run(recorder.run_id).info.artifact_uri

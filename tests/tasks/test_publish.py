@@ -26,14 +26,14 @@ def test_an_output_appears_whole_and_replaces_the_old_one(tmp_path: Path, work: 
     target = publish(tmp_path, "sft", work, ["result.json"])
     publish(tmp_path, "sft", work, ["result.json", "model"])
     assert files_below(target) == ["model/weights", "result.json"]
-    assert os.path.samefile(target / "model" / "weights", work / "model" / "weights")
+    assert (target / "model" / "weights").samefile(work / "model" / "weights")
     assert [item.name for item in target.parent.iterdir()] == ["sft"]
 
 
 def test_nothing_appears_when_a_file_is_missing(tmp_path: Path, work: Path) -> None:
     publish(tmp_path, "sft", work, ["result.json"])
     with pytest.raises(
-        InfrastructureError, match="metrics.jsonl: the training program ended without writing it"
+        InfrastructureError, match=r"metrics.jsonl: the training program ended without writing it"
     ):
         publish(tmp_path, "sft", work, ["result.json", "metrics.jsonl"])
     assert files_below(tmp_path / "data" / "stages" / "sft") == ["result.json"]

@@ -1,4 +1,6 @@
-"""A stage runs its program to a published output, tells how it failed, and leaves nothing behind when it is killed."""
+"""A stage runs its program to a published output, tells how it failed, and leaves nothing behind when it
+is killed.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_a_stage_publishes_and_is_recorded(project: Path) -> None:
         "model",
         "result.json",
     ]
-    assert os.path.samefile(output / "model" / "weights", work(project) / "model" / "weights")
+    assert (output / "model" / "weights").samefile(work(project) / "model" / "weights")
     status = read_json(project / ".plumbline" / "status" / "sft.json")
     assert (status["state"], status["progress"]) == ("done", {"step": STEPS, "total": STEPS, "unit": "step"})
     assert runs(project) == [("FINISHED", "sft", STEPS)]

@@ -1,0 +1,72 @@
+"""The report appears for every ending, offline, and shows the numbers of the outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tasks.places import stage_folder, write_json
+from tasks.promote import Evidence, PromoteParams, decide, decision
+from tasks.report import build, summary
+from tests.tasks.test_promote import GOOD
+
+
+def outputs(project: Path) -> None:
+    """Results of a whole run."""
+    for stage, result in GOOD.items():
+        write_json(stage_folder(project, stage) / "result.json", result)
+    gates = decide(Evidence(params=PromoteParams(), **GOOD))
+    write_json(stage_folder(project, "promote") / "decision.json", decision(gates, "c", "b", False))
+    registered = {"registered": True, "alias": "champion", "candidate": "c", "reason": "all gates passed"}
+    write_json(stage_folder(project, "register") / "register.json", registered)
+    lines = [
+        json.dumps({"step": n, "reward": n / 10, "kl": n / 50, "loss": 1 / n}) + "\n" for n in range(1, 9)
+    ]
+    (stage_folder(project, "optimize") / "metrics.jsonl").write_text("".join(lines))
+    bins = [{"confidence": 0.6, "accuracy": 0.55, "n": 20}, {"confidence": 0.9, "accuracy": 0.8, "n": 12}]
+    calibrated = {**GOOD["reward"], "calibration": {"ece": 0.05, "bins": bins}}
+    write_json(stage_folder(project, "reward") / "result.json", calibrated)
+    slices = [{"slice": "a<b", "n": 30, "win_rate": 0.6, "interval": [0.4, 0.8], "worse": False}]
+    write_json(stage_folder(project, "evaluate") / "result.json", {**GOOD["evaluate"], "slices": slices})
+    sample = {
+        "id": "1",
+        "prompt": [{"role": "user", "content": "<script>alert(1)</script> | pipe"}],
+        "candidate": {"text": "yes", "score": 1.0},
+        "champion": {"text": "no", "score": 0.5},
+    }
+    (stage_folder(project, "evaluate") / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+
+
+def test_a_page_that_needs_no_network_and_runs_no_foreign_text(tmp_path: Path) -> None:
+    outputs(tmp_path)
+    page = build(tmp_path).read_text(encoding="utf-8")
+    assert page.count("<figure>") == 5
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', re.sub(r"xmlns:?\w*=\"[^\"]*\"", "", page))
+    assert build(tmp_path).read_text(encoding="utf-8") == page
+    text = (tmp_path / ".plumbline" / "reports" / "report.md").read_text(encoding="utf-8")
+    assert "| win rate | 0.620 [0.530, 0.700] |" in text
+    assert "\\| pipe" in text
+
+
+def test_the_summary_has_the_rows_of_a_run(tmp_path: Path) -> None:
+    outputs(tmp_path)
+    rows = {row.label: row for row in summary(tmp_path, version="3")}
+    assert rows["reward model accuracy"].value == "0.700 [0.600, 0.800]"
+    assert rows["gate: win rate"].value == "passed"
+    assert rows["gate: win rate"].detail.startswith("0.620; [0.530, 0.700]; n = 120; bound 0.500")
+    assert (rows["decision"].value, rows["registered version"].value) == ("promoted", "3")
+
+
+def test_a_run_that_ended_early_is_reported_too(tmp_path: Path) -> None:
+    assert summary(tmp_path)[-2].value == "none"
+    outputs(tmp_path)
+    reason = "the reward model is not good enough: chance"
+    for stage in ("optimize", "evaluate"):
+        write_json(stage_folder(tmp_path, stage) / "result.json", {"status": "not_run", "reason": reason})
+    rows = {row.label: row for row in summary(tmp_path)}
+    assert rows["win rate"].value == "-"
+    assert rows["win rate"].detail == f"not run: {reason}"
+    assert "not run: the reward model" in build(tmp_path).read_text(encoding="utf-8")
