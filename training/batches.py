@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Int
@@ -51,7 +51,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch on a device."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device) if isinstance(value, Tensor) else value
             for field in dataclasses.fields(self)
             for value in (getattr(self, field.name),)
@@ -176,7 +176,7 @@ def _tree_attention(rows: Sequence[tuple[list[int], list[list[int]]]], width: in
     return allowed[:, None]
 
 
-def cannot_share(model: nn.Module) -> str | None:
+def cannot_share(model: Any) -> str | None:
     """Why this model must compute a prompt once an answer, or None when it may be shared."""
     config = getattr(model, "config", None)
     if config is None:

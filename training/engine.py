@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from data.errors import ConfigurationError, DivergenceError
 from training.config import EngineParams
@@ -53,7 +54,7 @@ def connect() -> tuple[int, int]:
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         else:
             dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+                backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
             )
     return dist.get_rank(), dist.get_world_size()
 
@@ -124,7 +125,7 @@ class Engine:
         """Adds the gradient of a micro batch; `last` says that `step` comes next. Loss: divided by the
         global count."""
         if self._deepspeed is None:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return
         self._deepspeed.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks; the loss is already a share of the global one, so that is undone.

@@ -82,7 +82,7 @@ def _torchrun(processes: int, module: str, workdir: Path) -> int:
         str(workdir),
     ]
     try:
-        run(get_args_parser().parse_args(command))
+        run(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _failure(workdir, [failure.exitcode for failure in error.failures.values()])
     return 0

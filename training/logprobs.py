@@ -24,9 +24,9 @@ CHUNK = 256
 Head = Callable[[Tensor], Tensor]
 
 
-def backbone_and_head(model: nn.Module) -> tuple[nn.Module, Head]:
+def backbone_and_head(model: Any) -> tuple[nn.Module, Head]:
     """The part of a causal LM that makes hidden states, and the function from them to logits."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     linear = inner.get_output_embeddings()
     config = inner.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
