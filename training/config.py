@@ -240,6 +240,9 @@ class PreferenceParams(Section):
     """What only the methods on pairs read (DPO and its family)."""
 
     epochs: int = Field(1, ge=1, description="passes over the pairs; `steps` ends earlier")
+    max_length: int = Field(
+        512, ge=8, description="tokens of prompt and longer answer; pairs over it are dropped, counted"
+    )
     smoothing: float = Field(0.0, ge=0, lt=0.5, description="epsilon of conservative and robust DPO")
     gamma: float = Field(1.0, ge=0, description="SimPO's target margin [2405.14734]")
     lam: float = Field(0.1, ge=0, description="ORPO's weight of the odds ratio [2403.07691]")
@@ -403,35 +406,13 @@ class OptimizeParams(Section):
             )
         if self.prompts < self.processes:
             raise ValueError(
-                f"prompts ({self.prompts}) must be >= processes ({self.processes}): each rank needs one a step"
+                f"prompts ({self.prompts}) must be >= processes ({self.processes}): each rank needs one"
             )
         if self.algorithm in ON_PAIRS - {"orpo"} and self.beta == 0:
             raise ValueError(
                 f"algorithm: {self.algorithm} needs beta > 0 (0 gives a constant loss); .1 is usual"
             )
         return self
-
-
-class EvaluateParams(Section):
-    """How candidate and champion are compared."""
-
-    prompts: int = Field(200, ge=1, description="evaluation prompts at most, the first in the file's order")
-    kl_prompts: int = Field(
-        48, ge=1, description="prompts on whose answers the KL to the SFT model is taken; two more passes each"
-    )
-    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, EOS included")
-    temperature: float = Field(0.0, ge=0, description="of sampling; 0: greedy")
-    token_budget: int = Field(4096, ge=1, description="tokens of a batch, padding included")
-    tie: float = Field(0.0, ge=0, description="judge scores closer than this are a tie, in score units")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="of all intervals")
-    precision: Precision = Field(
-        "auto",
-        description="bf16: of weights and arithmetic; fp32: neither; auto: bf16 where hardware has it",
-    )
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
-    threads: int = Field(
-        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
-    )
 
 
 class EvaluateParams(Section):
@@ -443,7 +424,9 @@ class EvaluateParams(Section):
     temperature: float = Field(
         1.0, ge=0, description="of sampling, both models with the same random numbers; 0: the likeliest token"
     )
-    kl_prompts: int = Field(64, ge=0, description="prompts on which the KL to the reference is estimated")
+    kl_prompts: int = Field(
+        48, ge=0, description="prompts on whose answers the KL to the reference is taken; one more pass each"
+    )
     token_budget: int = Field(4096, ge=1, description="tokens of a micro batch, padding included")
     tie: float = Field(0.0, ge=0, description="difference of the judge's scores up to which it is a tie")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
