@@ -84,7 +84,8 @@ def run(
         str | None, typer.Option("--model", help="Base model: folder, .gguf, gguf:PACKAGE or hub id.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option("--profile", help="Name in profiles/ or a YAML file, written first.")
+        str | None,
+        typer.Option("--profile", help="Name in profiles/ or a YAML file, written over params.yaml first."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.sub=value, written into params.yaml.")
@@ -235,6 +236,21 @@ def validate() -> None:
     from flows.try_data import try_files
 
     try_files(_project(), Path.cwd(), (), (), _console())
+
+
+@app.command(epilog="Example: plumbline params --set seed=1 --set optimize.steps=60")
+def params(
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Name in profiles/ or a YAML file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key.sub=value, written into params.yaml.")
+    ] = None,
+) -> None:
+    """Write into params.yaml without running, and show all parameters with their defaults filled in."""
+    from flows.views import show_params
+
+    show_params(_project(), profile, overrides or (), _console())
 
 
 def main() -> None:

@@ -78,8 +78,20 @@ def _reasons(entry: object) -> list[str]:
 def _failure(what: str, text: str) -> ConfigurationError | InfrastructureError:
     lines = [line for line in text.splitlines() if line.strip()]
     message = f"{what} failed: " + (" ".join(lines[-6:]) or "it said nothing")
-    faulty = any(word in text for word in ("dvc.yaml", "validation failed", "is invalid"))
-    return ConfigurationError(message) if faulty and "busy" not in text else InfrastructureError(message)
+    return ConfigurationError(message) if refused(text) else InfrastructureError(message)
+
+
+def refused(text: str) -> bool:
+    """Whether dvc, by what it printed, found fault with dvc.yaml or params.yaml, which repeating does not mend."""
+    faults = (
+        "validation failed",
+        "is invalid",
+        "are missing from",
+        "is missing from",
+        "failed to parse",
+        "not a DVC",
+    )
+    return any(word in text for word in faults) and "busy" not in text
 
 
 def read_lock(project: Path) -> dict[str, Lock]:

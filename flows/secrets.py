@@ -16,7 +16,7 @@ from tasks.status import masked
 
 _NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _FIELD = re.compile(
-    r"(^|_|-)(token|secret|password|passwd|credentials?|api_?key|access_?key|auth)$", re.IGNORECASE
+    r"(^|[._-])(token|secret|password|passwd|credentials?|api_?key|access_?key|auth)$", re.IGNORECASE
 )
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _SHORT = 8  # a shorter value would mask ordinary words

@@ -210,7 +210,8 @@ def _judge(
         if status is None or status.get("state") != "running"
         else "it was killed"
     )
-    return Outcome(stage, "failed", seconds, "infrastructure", f"{why}: {words}" if words else why)
+    fault: Kind = "configuration" if status is None and dvc.refused(words) else "infrastructure"
+    return Outcome(stage, "failed", seconds, fault, f"{why}: {words}" if words else why)
 
 
 def _message(status: Json | None) -> str:

@@ -6,22 +6,36 @@ import getpass
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from data.errors import ConfigurationError, PlumblineError
 from flows import dvc
+from flows.alone import alone
 from flows.changes import changes
-from flows.dag import read_dag
+from flows.dag import Dag, read_dag
 from flows.screen import described
-from flows.secrets import mask
-from tasks.params import load
+from flows.secrets import mask, refuse_in_params
+from tasks.params import load, write_overrides
 from tasks.places import home
 from tasks.status import read_status
 from training import lifeline
+
+
+def show_params(project: Path, profile: str | None, overrides: Sequence[str], console: Console) -> None:
+    """Everything that is in force, as YAML; what is new is written first."""
+    refuse_in_params(overrides)
+    if profile or overrides:
+        with alone(project, 60.0, lambda text: console.print(text, markup=False)):
+            changed = write_overrides(project, overrides, profile)
+        console.print(f"params.yaml: changed {', '.join(changed) or 'nothing'}", markup=False)
+    text = yaml.safe_dump(load(project).model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    console.print(mask(text), markup=False, soft_wrap=True)
 
 
 def show_status(project: Path, console: Console) -> None:
@@ -54,10 +68,7 @@ def show_status(project: Path, console: Console) -> None:
     console.print(table)
 
 
-def _below(dag: object, name: str, todo: dict[str, list[str]]) -> bool:
-    from flows.dag import Dag
-
-    assert isinstance(dag, Dag)
+def _below(dag: Dag, name: str, todo: dict[str, list[str]]) -> bool:
     return any(name in dag.below(other) for other in todo if other in dag.steps)
 
 
