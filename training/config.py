@@ -96,6 +96,9 @@ class SftParams(Section):
         "auto",
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
+    stop_check: int = Field(
+        8, ge=0, description="prompts of the data on which it is seen whether answers come to an end; 0: none"
+    )
     checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
     engine: EngineParams = Field(default_factory=EngineParams)
@@ -157,7 +160,9 @@ class RewardParams(Section):
     heads: Names = Field((), description="dimensions with a head each; empty: one head for all pairs")
     members: int = Field(1, ge=1, description="ensemble members, same data, other seeds [2310.02743]")
     frozen_layers: int = Field(
-        0, ge=0, description="lowest layers that stay as they are, embeddings too; 3 of MiniLM's 6: 1/3 less work"
+        0,
+        ge=0,
+        description="lowest layers that stay as they are, embeddings too; 3 of MiniLM's 6: 1/3 less work",
     )
     lora: LoraParams | None = Field(
         None, description="adapters on a causal LM; null: all weights are trained"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -61,6 +61,9 @@ class Scored(NamedTuple):
     errors: int
     calls: int
     first_error: str
+
+
+PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition")
 
 
 @dataclass
@@ -224,12 +227,14 @@ def join(parts: Sequence[Experience]) -> Experience:
     def wide(value: Tensor) -> Tensor:
         return torch.nn.functional.pad(value, (0, longest - value.shape[1]))
 
-    scored = Scored(
-        parts[0].scored.dimensions,
-        *(torch.cat([getattr(part.scored, name) for part in parts]) for name in Scored._fields[1:7]),
+    last = parts[-1].scored
+    whole: dict[str, Any] = {
+        name: torch.cat([getattr(part.scored, name) for part in parts]) for name in PER_ANSWER
+    }
+    scored = last._replace(
+        **whole,
         errors=sum(part.scored.errors for part in parts),
         calls=sum(part.scored.calls for part in parts),
-        first_error=parts[-1].scored.first_error,
     )
     return Experience(
         [prompt for part in parts for prompt in part.prompts],
@@ -246,7 +251,8 @@ def select(part: Experience, keep: Sequence[int]) -> Experience:
     """Some prompts of an experience, with their groups."""
     rows = torch.tensor([index * part.group + sample for index in keep for sample in range(part.group)])
     rows = rows.long()
-    scored = part.scored._replace(**{name: getattr(part.scored, name)[rows] for name in Scored._fields[1:7]})
+    kept: dict[str, Any] = {name: getattr(part.scored, name)[rows] for name in PER_ANSWER}
+    scored = part.scored._replace(**kept)
     return Experience(
         [part.prompts[index] for index in keep],
         [part.trees[index] for index in keep],

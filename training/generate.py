@@ -176,7 +176,7 @@ class BuiltinGenerator:
 def choose(
     logits: Float[Tensor, "N V"], temperature: float, draw: Float[Tensor, " N"] | None
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
-    """A token a row and its log-probability: by the inverse of the cumulative distribution, or the likeliest."""
+    """A token a row and its log-probability: by the inverse of the cumulative distribution, or the top one."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if draw is None:
         logp = logits.log_softmax(-1)
@@ -261,7 +261,7 @@ def merged(model: Any) -> Iterator[None]:
             weight.data = data
 
 
-class RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer in a buffer that has room for the whole answer."""
 
     def __init__(self, keys: Tensor, values: Tensor, used: int) -> None:
@@ -386,7 +386,7 @@ class DecodingState:
 
 
 def common_prefix(prompts: Sequence[list[int]]) -> int:
-    """Tokens that all prompts open with, one short of the shortest; 0 where computing them apart is no gain."""
+    """Tokens that all prompts open with, at most the shortest less one; 0 where that is no gain."""
     if len(prompts) < 2:
         return 0
     first, last = min(prompts), max(prompts)

@@ -71,8 +71,9 @@ def nonfinite(history: History, watch: Watch) -> Seen | None:
 
 
 def scorer_errors(history: History, watch: Watch) -> Seen | None:
-    """Share of failed scores over its limit."""
-    value = history[-1].get("scorer_errors", 0.0)
+    """Share of failed scores over its limit, in the last `window` steps or as many as there are."""
+    rows = history[-watch.bounds.window :]
+    value = sum(row.get("scorer_errors", 0.0) for row in rows) / len(rows)
     if value <= watch.error_limit:
         return None
     return Seen(value, watch.error_limit, "share of failed scores over rewards.error_limit")

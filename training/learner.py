@@ -138,6 +138,26 @@ class Learner:
         total = dict(zip(sums, self.engine.sum(list(sums.values())), strict=True))
         return self.engine.step(), total
 
+    def update_pairs(
+        self, pairs: Sequence[Tree], ref_logp: Float[Tensor, "N R"], weight: Float[Tensor, " P"], beta: float
+    ) -> tuple[StepInfo, dict[str, float]]:
+        """One DPO step on pairs that were just sampled, best answer first; a weight of 0 takes one out."""
+        (count,) = self.engine.sum([float(weight.sum())])
+        total = right = 0.0
+        micros = list(self.micros(pairs))
+        for number, micro in enumerate(micros, 1):
+            with autocast(self.params.precision):
+                logp, *_ = self.engine.module(micro.batch, temperature=self.params.temperature)
+                mine = weight[micro.rows[::2] // 2].to(logp.device) * micro.weight
+                found = losses.PREFERENCE_LOSSES[self.params.algorithm](
+                    logp, micro.take(ref_logp), micro.batch.mask, mine, beta=beta, count=max(count, 1.0)
+                )
+            self.engine.backward(found.loss, last=number == len(micros))
+            total += float(found.loss.detach())
+            right += float(((found.chosen_reward > found.rejected_reward) * mine).sum())
+        loss, accuracy = self.engine.sum([total, right / max(count, 1.0)])
+        return self.engine.step(), {"loss": loss, "pair_accuracy": accuracy, "pairs": count}
+
     def _aggregation(self, mask: Bool[Tensor, "N R"]) -> losses.Aggregation:
         name = AGGREGATION_OF[self.params.algorithm]
         function = AGGREGATIONS[name]

@@ -21,7 +21,7 @@ from training.learner import Learner
 from training.models import resolve
 
 RATIO_BOUND = {"fp32": 1e-5, "bf16": 1e-5}
-"""|ratio - 1| of the trainer against itself: the same numbers on the same batch, so nothing but zero is right."""
+"""|ratio - 1| of the trainer against itself: the same batch twice, so nothing but zero is right."""
 GENERATOR_BOUND = {"fp32": 1e-3, "bf16": 0.1}
 """Largest |logp difference| of a token, generator against trainer; bfloat16 keeps 3 digits. Mean in bf16."""
 SHARED_BOUND = {"fp32": 1e-3, "bf16": 0.1}

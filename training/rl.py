@@ -36,6 +36,7 @@ from training.experience import Experience, Scoring, build_scorers, gather, join
 from training.generate import BuiltinGenerator, Generator
 from training.learner import Learner, Signals
 from training.logprobs import AnswerLogprobs
+from training.measure import measure, second_opinion
 from training.models import autocast, digest, load_policy, merge_and_save, reference, resolve, saved_dtype
 from training.rundir import RunDir, program
 from training.score import ScoreModel
@@ -92,7 +93,7 @@ def fixed_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experi
 
 
 def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experience:
-    """DAPO: prompts whose answers all got the same reward are dropped, and others drawn in their place, for at
+    """DAPO: prompts whose answers all got the same reward are dropped and others drawn in their place, in at
     most `rounds` rounds [2503.14476]."""
     params, engine = setting.params, setting.engine
     quota = len(range(engine.rank, params.prompts, engine.world))
@@ -132,6 +133,8 @@ def signals(setting: Setting, found: Experience, beta: float) -> Signals:
     made = Signals(found.mask, torch.zeros(0, 0), ref_logp, found.rollout_logp)
     if several or critic:
         made.old_logp = old_logp
+    if params.algorithm == "online_dpo":
+        return made
     if params.algorithm in advantages.ADVANTAGES:
         reward = kl.kl_in_score(found.scored.reward, token_kl, beta=weight)
         by_group = advantages.ADVANTAGES[params.algorithm](
@@ -176,63 +179,23 @@ def update(setting: Setting, found: Experience, made: Signals, beta: float, step
     }
 
 
-# -- metrics -------------------------------------------------------------------------------------------------
+def update_pairs(
+    setting: Setting, found: Experience, made: Signals, beta: float, step: int
+) -> dict[str, float]:
+    """Online DPO: each prompt's best sample against its worst; equal ones teach nothing [2402.04792]."""
+    picked = advantages.best_and_worst(found.grouped(found.scored.reward), found.grouped(found.scored.known))
+    best, worst = picked.best.tolist(), picked.worst.tolist()
+    pairs = [
+        Tree(tree.key, tree.prompt, [tree.answers[b], tree.answers[w]])
+        for tree, b, w in zip(found.trees, best, worst, strict=True)
+    ]
+    first = torch.arange(len(pairs)) * found.group
+    rows = torch.stack([first + picked.best, first + picked.worst], 1).flatten()
+    info, values = setting.learner.update_pairs(pairs, made.ref_logp[rows], picked.usable.float(), beta)
+    return {**values, "grad_norm": info.grad_norm, "lr": info.lr, "updates": 1.0}
 
 
-def measure(setting: Setting, found: Experience, made: Signals, look: bool) -> dict[str, float]:
-    """What a step's answers are like, over all ranks; `look`: the judge is asked too."""
-    total, scored = setting.engine.sum, found.scored
-    known, lengths = scored.known, torch.tensor([float(answer.length) for answer in found.answers])
-    log_ratios = kl.log_ratio(found.rollout_logp, made.ref_logp, found.mask)
-    reward, length = scored.reward[known].double(), lengths[known].double()
-    constant = advantages.constant_groups(found.grouped(scored.reward), found.grouped(known))
-    n, groups, answers, tokens, failed, calls, *sums = total([
-        float(known.sum()), len(found.trees), len(found.answers), float(found.mask.sum()),
-        scored.errors, scored.calls,
-        float(kl.k1(log_ratios).sum()), float(kl.k3(log_ratios).sum()),
-        -float(torch.where(found.mask, found.rollout_logp, 0.0).sum()),
-        float(lengths.sum()), sum(not answer.finished for answer in found.answers),
-        sum(not answer.text.strip() for answer in found.answers), float(constant.sum()),
-        float(scored.repetition.sum()), float(scored.detected.sum()),
-        float(reward.sum()), float(reward.square().sum()), float(length[:].sum()),
-        float(length.square().sum()), float((reward * length).sum()),
-    ])  # fmt: skip
-    k1, k3, surprise, long, cut, empty, same, repeated, cheated, r, rr, ln, ll, rl = sums
-    n, tokens = max(n, 1.0), max(tokens, 1.0)
-    values = {
-        "reward": r / n, "reward_std": math.sqrt(max(rr / n - (r / n) ** 2, 0.0)),
-        "kl": k1 / n, "kl_k3": k3 / n, "entropy": surprise / tokens, "length": long / answers,
-        "clipped": cut / answers, "stop_share": 1 - cut / answers, "empty": empty / answers,
-        "zero_variance": same / groups, "repetition": repeated / answers, "cheating": cheated / answers,
-        "length_corr": _correlation(n, r, rr, ln, ll, rl), "scorer_errors": failed / max(calls, 1.0),
-        "scorer_invalid": 1 - n / answers, "answers": answers,
-    }  # fmt: skip
-    for place, name in enumerate(scored.dimensions):
-        good = scored.valid[:, place]
-        whole, of = total([float(scored.score[good, place].sum()), float(good.sum())])
-        values[f"score_{name}"] = whole / max(of, 1.0)
-    if look and setting.judge is not None:
-        values |= _second_opinion(setting, found)
-    return values
-
-
-def _correlation(n: float, x: float, xx: float, y: float, yy: float, xy: float) -> float:
-    """Pearson's r from sums; 0 where one of the two does not vary."""
-    spread = (xx - x * x / n) * (yy - y * y / n)
-    return (xy - x * y / n) / math.sqrt(spread) if spread > 1e-12 * max(xx * yy, 1e-300) else 0.0
-
-
-def _second_opinion(setting: Setting, found: Experience) -> dict[str, float]:
-    assert setting.judge is not None
-    scores = setting.judge.score_members([(a.prompt.prompt, a.text) for a in found.answers]).mean(0).mean(1)
-    opinions = {"proxy": found.scored.reward[found.scored.known], "judge": scores[found.scored.known]}
-    values = {}
-    for name, opinion in opinions.items():
-        summed = advantages.Moments(
-            *setting.engine.sum(advantages.moments(opinion, torch.ones_like(opinion, dtype=torch.bool)))
-        )
-        values[name], values[f"{name}_std"] = advantages.mean_std(summed)
-    return values
+UPDATES = {"online_dpo": update_pairs}
 
 
 def held_out_reward(setting: Setting) -> float | None:
@@ -296,12 +259,14 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     generated = time.monotonic()
     made = signals(setting, found, state["beta"])
     look = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
-    values = measure(setting, found, made, look)
+    values = measure(found, made.ref_logp, engine.sum)
+    if look and setting.judge is not None:
+        values |= second_opinion(found, setting.judge, engine.sum)
     bad = not math.isfinite(values["reward"]) or not bool(made.advantage.isfinite().all())
     if engine.sum([float(bad)])[0]:
         values["loss"] = math.nan
     else:
-        values |= update(setting, found, made, state["beta"], step)
+        values |= UPDATES.get(params.algorithm, update)(setting, found, made, state["beta"], step)
     values["beta"] = state["beta"]
     state["history"].append(values)
     run.metrics(step, {name: _json_number(value) for name, value in values.items()})  # type: ignore[misc]
@@ -322,12 +287,13 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
         },
     )  # fmt: skip
     stop = bool(engine.sum([float(run.stop_requested)])[0])
-    if stop or reason is not None or step % params.checkpoint_every == 0 or step == params.steps:
-        if reason is None:
-            setting.checkpoints.save(step, state, healthy=healthy)
-    if stop and reason is None and step < params.steps:
+    if reason is not None:
+        return reason
+    if stop or step % params.checkpoint_every == 0 or step == params.steps:
+        setting.checkpoints.save(step, state, healthy=healthy)
+    if stop and step < params.steps:
         raise Stopped(f"stopped after step {step} of {params.steps}; run again to go on from there")
-    return reason
+    return None
 
 
 def set_up(run: RunDir) -> Setting:
@@ -375,7 +341,7 @@ def set_up(run: RunDir) -> Setting:
 
 
 def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
-    """Goes on from the last checkpoint, or starts: preflight, held-out reward, a checkpoint to fall back to."""
+    """Goes on from the last checkpoint, or starts: preflight, held-out reward, a first checkpoint."""
     run, params = setting.run, setting.params
     resumed = setting.checkpoints.resume()
     trees = [Tree(row.id, encode_prompt(setting.tok, row.prompt), []) for row in setting.prompts[:2]]
@@ -408,9 +374,6 @@ def main(run: RunDir) -> None:
         if reason is not None:
             setting.checkpoints.rollback()
             break
-    for scorer in setting.scoring.scorers:
-        if reason is not None:
-            scorer.close()
     publish(setting, state, reason)
 
 

@@ -1,0 +1,69 @@
+"""What a step's answers are like: the numbers that guards, curves and people read, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from training import advantages, kl
+from training.experience import Experience
+from training.score import ScoreModel
+
+Total = Callable[[Sequence[float]], list[float]]
+
+
+def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> dict[str, float]:
+    """Reward, KL, entropy, length, shares of what may go wrong; `total` sums over ranks."""
+    scored = found.scored
+    known, lengths = scored.known, torch.tensor([float(answer.length) for answer in found.answers])
+    log_ratios = kl.log_ratio(found.rollout_logp, ref_logp, found.mask)
+    reward, length = scored.reward[known].double(), lengths[known].double()
+    constant = advantages.constant_groups(found.grouped(scored.reward), found.grouped(known))
+    n, groups, answers, tokens, failed, calls, *sums = total([
+        float(known.sum()), len(found.trees), len(found.answers), float(found.mask.sum()),
+        scored.errors, scored.calls,
+        float(kl.k1(log_ratios).sum()), float(kl.k3(log_ratios).sum()),
+        -float(torch.where(found.mask, found.rollout_logp, 0.0).sum()),
+        float(lengths.sum()), sum(not answer.finished for answer in found.answers),
+        sum(not answer.text.strip() for answer in found.answers), float(constant.sum()),
+        float(scored.repetition.sum()), float(scored.detected.sum()),
+        float(reward.sum()), float(reward.square().sum()), float(length.sum()),
+        float(length.square().sum()), float((reward * length).sum()),
+    ])  # fmt: skip
+    k1, k3, surprise, long, cut, empty, same, repeated, cheated, r, rr, ln, ll, rl = sums
+    n, tokens = max(n, 1.0), max(tokens, 1.0)
+    values = {
+        "reward": r / n, "reward_std": math.sqrt(max(rr / n - (r / n) ** 2, 0.0)),
+        "kl": k1 / n, "kl_k3": k3 / n, "entropy": surprise / tokens, "length": long / answers,
+        "clipped": cut / answers, "stop_share": 1 - cut / answers, "empty": empty / answers,
+        "zero_variance": same / groups, "repetition": repeated / answers, "cheating": cheated / answers,
+        "length_corr": _correlation(n, r, rr, ln, ll, rl), "scorer_errors": failed / max(calls, 1.0),
+        "scorer_invalid": 1 - n / answers, "answers": answers,
+    }  # fmt: skip
+    for place, name in enumerate(scored.dimensions):
+        good = scored.valid[:, place]
+        whole, of = total([float(scored.score[good, place].sum()), float(good.sum())])
+        values[f"score_{name}"] = whole / max(of, 1.0)
+    return values
+
+
+def _correlation(n: float, x: float, xx: float, y: float, yy: float, xy: float) -> float:
+    """Pearson's r from sums; 0 where one of the two does not vary."""
+    spread = (xx - x * x / n) * (yy - y * y / n)
+    return (xy - x * y / n) / math.sqrt(spread) if spread > 1e-12 * max(xx * yy, 1e-300) else 0.0
+
+
+def second_opinion(found: Experience, judge: ScoreModel, total: Total) -> dict[str, float]:
+    """Mean and deviation of the reward and of the judge's scores on the same answers."""
+    scores = judge.score_members([(a.prompt.prompt, a.text) for a in found.answers]).mean((0, 2))
+    opinions = {"proxy": found.scored.reward[found.scored.known], "judge": scores[found.scored.known]}
+    values = {}
+    for name, opinion in opinions.items():
+        everything = torch.ones_like(opinion, dtype=torch.bool)
+        summed = advantages.Moments(*total(advantages.moments(opinion, everything)))
+        values[name], values[f"{name}_std"] = advantages.mean_std(summed)
+    return values
