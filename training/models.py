@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from data.errors import ConfigurationError, DivergenceError, InfrastructureError
 from training.config import LoraParams, Precision
@@ -78,6 +79,7 @@ def load_causal(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal LM from a local folder; a weight that the file does not hold is an error, never a random
     number."""
     disable_progress_bar()
+    set_verbosity_error()  # Missing weights are an error here, not a table on the screen.
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, local_files_only=True, output_loading_info=True
@@ -114,14 +116,26 @@ def add_lora(model: PreTrainedModel, lora: LoraParams) -> Any:
         if hasattr(model, "lm_head") or model.can_generate()
         else TaskType.FEATURE_EXTRACTION
     )
-    target = "all-linear" if lora.target == "all-linear" else ATTENTION
+    target: str | list[str] = "all-linear" if lora.target == "all-linear" else ATTENTION
     depth = int(model.config.get_text_config().num_hidden_layers)
-    last = list(range(max(0, depth - lora.layers), depth)) if lora.layers and lora.layers < depth else None
+    if lora.layers and lora.layers < depth:
+        target = _adapted(model, lora, depth - lora.layers)
     config = LoraConfig(
-        task_type=kind, r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=target,
-        layers_to_transform=last,
-    )  # fmt: skip
+        task_type=kind, r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=target
+    )
     return get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def _adapted(model: PreTrainedModel, lora: LoraParams, first: int) -> list[str]:
+    """Names of the matrices from layer `first` on: PEFT takes a pattern or a choice of layers, not both."""
+    found = []
+    for name, module in model.named_modules():
+        layer = re.search(r"\.(\d+)\.", name)
+        wanted = lora.target == "all-linear" or re.fullmatch(ATTENTION, name)
+        if layer and int(layer.group(1)) >= first and wanted and getattr(module, "weight", None) is not None:
+            if module.weight.ndim == 2 and not isinstance(module, nn.Embedding):
+                found.append(name)
+    return sorted(found)
 
 
 def is_lora(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from data.errors import ConfigurationError, DivergenceError
 from data.records import Message
@@ -95,6 +95,7 @@ def last_token(mask: Bool[Tensor, "B T"]) -> Int[Tensor, " B"]:
 def load_backbone(path: Path | str) -> tuple[Any, Kind]:
     """Backbone without any head, in float32, and how it is read; a missing weight is an error."""
     disable_progress_bar()
+    set_verbosity_error()  # Missing weights are an error here, not a table on the screen.
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         model, info = AutoModel.from_pretrained(
@@ -152,7 +153,7 @@ def encode_row(
         text = messages[0].content if len(messages) == 1 else turns
         prompt = [tok.cls_token_id, *tok(text, add_special_tokens=False)["input_ids"], tok.sep_token_id]
         ids, opening = [*tok(answer, add_special_tokens=False)["input_ids"], tok.sep_token_id], 1
-    # The prompt keeps its opening token and its last one: an encoder's CLS and SEP, a template's cue to speak.
+    # The prompt keeps its opening and its last token: an encoder's CLS and SEP, a template's cue to speak.
     room = max(max_length - opening - 1, 1)
     if len(ids) > room:
         ids = [*ids[: room - 1], ids[-1]]

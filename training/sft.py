@@ -20,10 +20,11 @@ from data.errors import DataError, Stopped
 from data.records import Demonstration, Preference, read_records
 from training import losses
 from training.batches import Tree, collate, deal, plan, step_rows, steps_per_epoch
-from training.chat import encode_answer, encode_prompt, load_tokenizer, preflight, template_hash
+from training.chat import encode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.checkpoint import Checkpoints
 from training.config import SftParams
 from training.engine import Engine, connect
+from training.generate import BuiltinGenerator
 from training.logprobs import AnswerLogprobs
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
 from training.rundir import RunDir, program
@@ -108,7 +109,7 @@ def main(run: RunDir) -> None:
         )
     for step in range(start, total):
         _step(run, engine, checkpoints, params, trees, tok, state, step, total)
-    _publish(run, engine, model, tok, state, len(trees), dropped, total)
+    _publish(run, engine, model, tok, state, trees, dropped, total)
 
 
 def _step(
@@ -137,7 +138,7 @@ def _step(
 
 def _publish(
     run: RunDir, engine: Engine, model: Any, tok: PreTrainedTokenizerBase, state: dict[str, Any],
-    rows: int, dropped: Counter[str], total: int,
+    trees: Sequence[Tree], dropped: Counter[str], total: int,
 ) -> None:  # fmt: skip
     folder = run.path / "model"
     weights = engine.full_state(model)
@@ -148,14 +149,34 @@ def _publish(
             "digest": digest(folder),
             "template_hash": template_hash(tok),
             "steps": total,
-            "rows": rows,
+            "rows": len(trees),
             "dropped": dict(sorted(dropped.items())),
             "answer_tokens": state["tokens"],
             "loss_first": state["losses"][0],
             "loss_last": state["losses"][-1],
+            "stop_share": stop_share(model, tok, trees, run.params(SftParams), run.seed),
         }
         run.finish(result)
     engine.barrier()
+
+
+def stop_share(
+    model: Any, tok: PreTrainedTokenizerBase, trees: Sequence[Tree], params: SftParams, seed: int
+) -> float | None:
+    """Share of sampled answers that end by themselves within twice the longest answer that was learned.
+
+    A model that never learned to stop shows here, not in its loss. None: not looked at, or sharded weights.
+    """
+    if params.stop_check == 0 or params.engine.zero == 3:
+        return None
+    cap = 2 * max(len(tree.answers[0]) for tree in trees)
+    prompts = [tree.prompt for tree in trees[: params.stop_check]]
+    generator = BuiltinGenerator(
+        model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(params.precision)
+    )
+    rollout = generator.generate(prompts, 1, max_new_tokens=cap, temperature=1.0, seed=seed, step=0)
+    ended = [finished for group in rollout.finished for finished in group]
+    return sum(ended) / len(ended)
 
 
 if __name__ == "__main__":

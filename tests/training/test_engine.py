@@ -179,6 +179,47 @@ def test_deepspeed_refuses_float64() -> None:
         Engine(AnswerLogprobs(gpt2().double()), EngineParams(), **OPTIONS)
 
 
+HALVES = """
+import sys, torch
+from tests.training.test_engine import gradient
+from training.engine import connect
+torch.set_num_threads(1)
+rank, _ = connect()
+found = gradient(60, True)
+if rank == 0:
+    torch.save(found, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_gradient_of_one_in_float64(tmp_path: Path) -> None:
+    script, out = tmp_path / "halves.py", tmp_path / "out.pt"
+    script.write_text(HALVES)
+    torchrun(script, str(out))
+    for left, right in zip(gradient(10_000, False), torch.load(out), strict=True):
+        assert torch.allclose(left, right, rtol=1e-9, atol=1e-13)
+
+
+def torchrun(script: Path, *arguments: str) -> None:
+    """Runs a script on two ranks."""
+    root = Path(__file__).resolve().parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 RANKS = """
 import sys, torch
 from pathlib import Path
@@ -200,22 +241,7 @@ if rank == 0:
 def test_two_ranks_take_the_same_steps_as_one(tmp_path: Path, backend: str) -> None:
     script, out = tmp_path / "ranks.py", tmp_path / "out.pt"
     script.write_text(RANKS)
-    root = Path(__file__).resolve().parents[2]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-    ]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), backend, str(out)]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    torchrun(script, backend, str(out))
     seen, state = torch.load(out)
     engine, model = build({"backend": "torch"})
     for left, right in zip(train(engine, range(4)), seen, strict=True):

@@ -35,7 +35,8 @@ from training.rundir import RunDir, seed_everything
 ROOT = Path(__file__).resolve().parents[2]
 PARAMS: dict[str, Any] = {
     "lr": 1e-2, "epochs": 2, "batch": 4, "token_budget": 128, "max_length": 64, "max_prompt": 48,
-    "lora": {"rank": 2}, "precision": "fp32", "checkpoint_every": 2, "engine": {"backend": "torch"},
+    "lora": {"rank": 2}, "stop_check": 2,
+    "precision": "fp32", "checkpoint_every": 2, "engine": {"backend": "torch"},
 }  # fmt: skip
 
 
@@ -70,6 +71,7 @@ def test_it_learns_and_says_what_it_did(tmp_path: Path) -> None:
     result = run(path)
     assert result["status"] == "trained" and result["steps"] == 12 and result["rows"] == 12
     assert result["loss_last"] < result["loss_first"] - 1
+    assert 0 < result["stop_share"] <= 1
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert json.loads((path / "progress.json").read_text())["step"] == 12
@@ -94,6 +96,18 @@ def test_stopping_and_going_on_changes_nothing(tmp_path: Path, lora: Any) -> Non
     assert run(path) == whole
     for name in ("metrics.jsonl", "journal.jsonl"):
         assert (path / name).read_bytes() == (tmp_path / "whole" / "run" / name).read_bytes()
+
+
+def test_a_model_that_never_ends_is_seen(tmp_path: Path) -> None:
+    tok, params = byte_tokenizer(), SftParams(precision="fp32", stop_check=3)
+    trees, _ = sft.encode(tok, [demonstration(), demonstration(text="b"), demonstration(text="c")], params)
+    model = llama(tied=False)
+    for sign, expected in ((-1, 0.0), (1, 1.0)):
+        with torch.no_grad():
+            model.lm_head.bias = torch.nn.Parameter(torch.zeros(258))
+            model.lm_head.bias[1] = sign * 1e4
+        assert sft.stop_share(model, tok, trees, params, 0) == expected
+    assert sft.stop_share(model, tok, trees, SftParams(stop_check=0), 0) is None
 
 
 def test_seeds_change_what_they_name(tmp_path: Path) -> None:
