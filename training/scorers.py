@@ -94,7 +94,7 @@ class Tally:
         if self.limit < 1 and errors > self.limit * max(seen, LEAST):
             raise InfrastructureError(
                 f"scorer {self.name}: {errors} of its last {seen} calls failed ({errors / seen:.0%}); "
-                f"rewards.error_limit = {self.limit:g} allows that share of at least {LEAST} calls. No failure "
+                f"rewards.error_limit = {self.limit:g} allows that share (of at least {LEAST}). No failure "
                 f"was taken for a score. Mend the scorer or raise the limit. The first failure:\n"
                 f"{self.first_error}"
             )

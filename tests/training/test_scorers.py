@@ -38,7 +38,7 @@ def odd(prompt, answer, reference, extra):
     if answer == "sleep": time.sleep(60)
     if answer == "busy":
         while True: pass
-    if answer == "c": ctypes.PyDLL(None).sleep(60)      # holds the interpreter's lock: no thread, no signal runs
+    if answer == "c": ctypes.PyDLL(None).sleep(60)  # holds the lock: no thread, no signal runs
     if answer == "child":
         with open(extra["file"], "w") as file: file.write(str(subprocess.Popen(["sleep", "60"]).pid))
         time.sleep(60)
