@@ -132,9 +132,10 @@ def _adapted(model: PreTrainedModel, lora: LoraParams, first: int) -> list[str]:
     for name, module in model.named_modules():
         layer = re.search(r"\.(\d+)\.", name)
         wanted = lora.target == "all-linear" or re.fullmatch(ATTENTION, name)
-        if layer and int(layer.group(1)) >= first and wanted and getattr(module, "weight", None) is not None:
-            if module.weight.ndim == 2 and not isinstance(module, nn.Embedding):
-                found.append(name)
+        weight = getattr(module, "weight", None)
+        matrix = weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+        if layer and int(layer.group(1)) >= first and wanted and matrix:
+            found.append(name)
     return sorted(found)
 
 
