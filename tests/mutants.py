@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib
 import inspect
 import os
@@ -29,13 +30,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = ROOT / "infra" / "mutants-explained.toml"
-TARGETS = {
-    f"training.{name}": f"tests/training/test_{name}.py"
-    for name in ("losses", "advantages", "kl", "rewards", "logprobs")
+TARGETS: dict[str, tuple[str, ...]] = {
+    "training.losses": ("tests/training/test_losses.py",),
+    "training.advantages": ("tests/training/test_advantages.py",),
+    "training.kl": ("tests/training/test_kl.py",),
+    "training.rewards": ("tests/training/test_rewards.py",),
+    "training.logprobs": ("tests/training/test_logprobs.py", "tests/training/test_logprobs_edges.py"),
 }
 LIMIT_S = 60.0
 
@@ -82,7 +85,7 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str]:
-        return f"{self.module}.{self.function}", self.change
+        return f"{self.module}.{self.function}".rstrip("."), self.change
 
     def put(self, node: object) -> object:
         """Place a node (or operator, or value) and return what stood there."""
@@ -220,22 +223,33 @@ def install(mutant: Mutant, tree: ast.Module) -> None:
                     setattr(other, key, changed[id(value)])
 
 
-def likely_first(items: list[pytest.Item], function: str) -> list[pytest.Item]:
-    """Tests that name the changed function, then the others; literals before random inputs, the slower."""
-
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
+def sources(items: list[pytest.Item]) -> dict[pytest.Item, tuple[str, bool]]:
+    """Of each test its source, and whether it draws random inputs."""
+    found = {}
+    for item in items:
         test = getattr(item, "function", None)
         random = hasattr(test, "hypothesis")
-        source = inspect.getsource(test.hypothesis.inner_test if random else test) if test else ""
-        return function not in source and function not in item.name, random
+        text = inspect.getsource(test.hypothesis.inner_test if random else test) if test else ""
+        found[item] = (item.name + text, random)
+    return found
 
-    return sorted(items, key=rank)
+
+def likely_first(tests: dict[pytest.Item, tuple[str, bool]], function: str) -> list[pytest.Item]:
+    """Tests that name the changed function, then the others; literals before random inputs, the slower."""
+    return sorted(tests, key=lambda item: (function not in tests[item][0], tests[item][1]))
 
 
 def survives(items: list[pytest.Item]) -> bool:
-    """Run tests until one fails."""
+    """Run tests until one fails. Without pytest's reports: nobody reads the traceback of a killed mutant."""
     for item, following in zip(items, [*items[1:], None], strict=True):
-        if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
+        state = item.session._setupstate
+        try:
+            state.setup(item)
+            item.runtest()
+            state.teardown_exact(following)
+        except pytest.skip.Exception:
+            state.teardown_exact(following)
+        except Exception:
             return False
     return True
 
@@ -253,28 +267,25 @@ class Campaign:
         # torch.testing.assert_close imports it at its first use: once here, not once a fork.
         importlib.import_module("torch.distributed.tensor")
         for module in self.modules:
-            items = [item for item in session.items if item.path == ROOT / TARGETS[module]]
-            # Literals before random inputs: they are fast and kill most.
-            items.sort(
-                key=lambda item: bool(getattr(getattr(item, "function", None), "is_hypothesis_test", 0))
-            )
-            self.campaign(module, items)
+            files = [ROOT / path for path in TARGETS[module]]
+            self.campaign(module, [item for item in session.items if item.path in files])
         return True
 
     def campaign(self, module: str, items: list[pytest.Item]) -> None:
         """All mutants of a module, `jobs` at a time."""
         started = time.monotonic()
         tree = ast.parse(Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8"))
-        todo = mutants(module, tree)
+        todo, tests = mutants(module, tree), sources(items)
+        gc.freeze()  # a collection in a child would touch, and so copy, all of the parent's memory
         if _wait(*_fork(items, None, tree)) != 0:
-            raise SystemExit(f"{TARGETS[module]} fails without any change: mend it first (make test)")
+            raise SystemExit(f"the tests of {module} fail without any change: mend them first (make test)")
         running: list[tuple[Mutant, int, float]] = []
         left = list(reversed(todo))
         lived: list[Mutant] = []
         while left or running:
             while left and len(running) < self.jobs:
                 mutant = left.pop()
-                running.append((mutant, *_fork(likely_first(items, mutant.function), mutant, tree)))
+                running.append((mutant, *_fork(likely_first(tests, mutant.function), mutant, tree)))
             mutant, pid, begun = running.pop(0)
             if _wait(pid, begun) == 0:
                 lived.append(mutant)
@@ -291,6 +302,7 @@ def _fork(items: list[pytest.Item], mutant: Mutant | None, tree: ast.Module) -> 
     pid = os.fork()
     if pid == 0:
         status = 1
+        gc.disable()
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
@@ -330,7 +342,7 @@ def report(campaign: Campaign) -> int:
     known = explained()
     open_ones = [mutant for mutant in campaign.survivors if mutant.key not in known]
     alive = {mutant.key for mutant in campaign.survivors}
-    stale = [key for key in known if key not in alive and key[0].rsplit(".", 1)[0] in campaign.modules]
+    stale = [key for key in known if key not in alive and ".".join(key[0].split(".")[:2]) in campaign.modules]
     count = Counter(mutant.module for mutant in open_ones)
     print(f"\n{'module':<22}{'mutants':>9}{'killed':>9}{'explained':>11}{'open':>7}{'seconds':>10}")
     for module, total, lived, seconds in campaign.rows:
@@ -350,14 +362,15 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help=f"of {', '.join(TARGETS)}; all by default")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
     options = parser.parse_args()
-    modules = options.modules or [name for name, path in TARGETS.items() if (ROOT / path).exists()]
+    modules = options.modules or list(TARGETS)
     unknown = [name for name in modules if name not in TARGETS]
     if unknown:
         parser.error(f"no such target: {', '.join(unknown)}; choose from {', '.join(TARGETS)}")
     os.chdir(ROOT)
     campaign = Campaign(modules, options.jobs)
     arguments = ["-s", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "-m", "not slow"]
-    code = pytest.main([*arguments, *(TARGETS[name] for name in modules)], plugins=[campaign])
+    paths = [path for name in modules for path in TARGETS[name]]
+    code = pytest.main([*arguments, *paths], plugins=[campaign])
     if len(campaign.rows) < len(modules):
         print(f"the tests could not be collected or run (pytest ended with {code})")
         return 1

@@ -87,6 +87,12 @@ def test_a_group_is_a_constant_to_the_optimizer(name: str) -> None:
     assert not advantages.ADVANTAGES[name](score, whole(score)).advantage.requires_grad
 
 
+def test_only_valid_scores_decide_whether_a_group_is_constant() -> None:
+    score = torch.tensor([[2.0, 2.0, 0.0], [-2.0, -2.0, 0.0], [9.0, 9.0, 8.0], [1.0, 2.0, 3.0]])
+    valid = torch.tensor([[True, True, False]] * 3 + [[False] * 3])
+    assert advantages.constant_groups(score, valid).tolist() == [True] * 4
+
+
 def test_a_nan_score_that_counts_is_not_hidden() -> None:
     score = group(math.nan, 1.0, 0.0)
     for name in advantages.ADVANTAGES:

@@ -244,6 +244,14 @@ def test_hinge_is_flat_beyond_its_margin() -> None:
     assert preference("hinge", LOGP, REF_LOGP, MASK, beta=0.8).loss.item() == 0.0
 
 
+@pytest.mark.parametrize("name", sorted(BY_HAND))
+def test_weights_and_count_by_hand(name: str) -> None:
+    # The same pair twice, with weights 1 and 3, over 8
+    twice = [torch.cat([x, x]) for x in (LOGP, REF_LOGP, MASK)]
+    found = preference(name, *twice, weight=f64(1, 3), count=8)
+    assert found.loss.item() == pytest.approx(BY_HAND[name] / 2, abs=1e-8)
+
+
 def test_implicit_rewards_by_hand() -> None:
     for name in ("dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto"):
         found = preference(name, LOGP.clone().requires_grad_(), REF_LOGP, MASK)
@@ -606,6 +614,14 @@ def test_value_loss_by_hand() -> None:
     # .16 / 2
     assert valued(row(0.0), row(0.5), row(0.4), whole(row(0))).loss.item() == pytest.approx(0.08, abs=1e-12)
     assert valued(row(0.0), row(0.5), row(-0.1), whole(row(0))).loss.item() == pytest.approx(0.08, abs=1e-12)
+
+
+def test_value_loss_weighs_tokens() -> None:
+    # .32 with weight .5 and .08 with weight 2, over 4
+    found = losses.value_loss(
+        row(1, 0), row(0.5, 0.5), row(0.2, 0.4), whole(row(0, 0)), row(0.5, 2.0), clip=0.2, count=4
+    )
+    assert found.loss.item() == pytest.approx(0.08, abs=1e-12)
 
 
 @PROPERTY

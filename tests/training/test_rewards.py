@@ -64,6 +64,8 @@ def test_a_failed_score_is_not_a_zero() -> None:
     assert found.valid.tolist() == [True, False]
     assert found.reward.tolist() == [pytest.approx(0.77), 0.0]
     assert found.floored.tolist() == [False, False]
+    low = rewards.compose(f64(0.8, -9.0, 0.9)[None], valid[1:], f64(*WEIGHTS), f64(0.5, 0.5, 0.5), f64(0.0))
+    assert low.floored.tolist() == [False]  # what a failed scorer left behind is under no floor
 
 
 @PROPERTY
