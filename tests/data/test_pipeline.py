@@ -194,6 +194,7 @@ def test_demonstrations_are_the_best_chosen_answer_of_each_train_prompt(project:
         base = {"prompt": f"Question {number}?"}
         rows += [
             {**base, "chosen": "fair", "rejected": "poor"},
+            {**base, "chosen": "good", "rejected": "poor"},
             {**base, "chosen": "best", "rejected": "fair", "votes": [3, 0]},
             {**base, "chosen": "best", "rejected": "poor"},
         ]
@@ -204,7 +205,7 @@ def test_demonstrations_are_the_best_chosen_answer_of_each_train_prompt(project:
     assert len(project.demonstrations()) == result["prompts"]["train"]
     project.run(source, demonstrations_per_prompt=0)
     # "fair" lost 3 votes and won 1: no answer to imitate.
-    assert {item.answer for item in project.demonstrations()} == {"best"}
+    assert {item.answer for item in project.demonstrations()} == {"best", "good"}
 
 
 def test_given_demonstrations_come_before_chosen_answers(project: Project) -> None:

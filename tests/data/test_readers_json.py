@@ -104,6 +104,24 @@ def test_a_giant_line_is_refused_in_bounded_memory(tmp_path: Path) -> None:  # F
     assert peak < 4_000_000
 
 
+@pytest.mark.parametrize(("opening", "ending"), [("[", "]"), ("", "")])
+def test_a_giant_object_is_refused_in_bounded_memory(
+    tmp_path: Path, opening: str, ending: str
+) -> None:  # F19
+    path = tmp_path / "giant.json"
+    with path.open("w", encoding="utf-8") as file:
+        file.write(opening + '{\n"prompt":"')
+        for _ in range(20):
+            file.write("x" * 1_000_000)
+        file.write('","chosen":"a","rejected":"b"}' + ending)
+    tracemalloc.start()
+    items = read(path, max_row_bytes=200_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refusals(items) == [(1, "oversize")]
+    assert peak < 4_000_000
+
+
 def _array(rows: list[Any], indent: int | None = None) -> bytes:
     return json.dumps(rows, indent=indent, ensure_ascii=False).encode()
 
