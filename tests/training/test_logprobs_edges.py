@@ -1,4 +1,4 @@
-"""Log-probabilities where models differ: adapters, scaled and capped heads, eager attention, recomputation."""
+"""Log-probabilities where models differ: adapters, scaled or capped heads, eager attention, recomputation."""
 
 from __future__ import annotations
 
