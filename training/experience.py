@@ -42,6 +42,8 @@ class Experience:
     rollout_logp: Float[Tensor, "N R"]
     scored: Scored
     group: int
+    states: list[Tensor] | None = None
+    """Hidden states below the trained layers, a tree (training/trunk.py)."""
 
     def grouped(self, value: Tensor) -> Tensor:
         """[N] as [P, G]."""
@@ -215,7 +217,8 @@ def gather(
     logp = torch.tensor([row + [0.0] * (longest - len(row)) for row in logps])
     mask = torch.arange(longest) < torch.tensor([len(row) for row in logps])[:, None]
     scored = scoring(answers, group)
-    return Experience(list(prompts), trees, answers, mask & scored.known[:, None], logp, scored, group)
+    mask &= scored.known[:, None]
+    return Experience(list(prompts), trees, answers, mask, logp, scored, group, rollout.states)
 
 
 def join(parts: Sequence[Experience]) -> Experience:
@@ -236,6 +239,7 @@ def join(parts: Sequence[Experience]) -> Experience:
         errors=sum(part.scored.errors for part in parts),
         calls=sum(part.scored.calls for part in parts),
     )
+    known = [part.states for part in parts if part.states is not None]
     return Experience(
         [prompt for part in parts for prompt in part.prompts],
         [tree for part in parts for tree in part.trees],
@@ -244,6 +248,7 @@ def join(parts: Sequence[Experience]) -> Experience:
         torch.cat([wide(part.rollout_logp) for part in parts]),
         scored,
         parts[0].group,
+        [state for states in known for state in states] if len(known) == len(parts) else None,
     )
 
 
@@ -261,4 +266,5 @@ def select(part: Experience, keep: Sequence[int]) -> Experience:
         part.rollout_logp[rows],
         scored,
         part.group,
+        None if part.states is None else [part.states[index] for index in keep],
     )

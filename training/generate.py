@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from training.batches import cannot_share
 from training.logprobs import Head, backbone_and_head
 from training.models import is_lora
+from training.trunk import Trunk, gather_states
 
 MAX_ROWS = 128
 """Answers decoded together; wider no longer pays on a CPU, and the cache grows with it."""
@@ -44,6 +45,8 @@ class Rollout:
     """Of every token, from the float32 softmax at the sampling temperature (1 when greedy)."""
     finished: list[list[bool]] = field(default_factory=list)
     """False: cut at max_new_tokens."""
+    states: list[Tensor] | None = None
+    """A prompt: hidden states of its tree below the trained layers (training/trunk.py), where recorded."""
 
 
 class Generator(Protocol):
@@ -81,14 +84,17 @@ class BuiltinGenerator:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         gathered: Callable[[], AbstractContextManager[Any]] = nullcontext,
         max_rows: int = MAX_ROWS,
+        trunk: Trunk | None = None,
     ) -> None:
-        """`gathered` makes sharded weights whole (ZeRO-3), so that ranks need not keep in step."""
+        """`gathered` makes sharded weights whole (ZeRO-3), so that ranks need not keep in step. `trunk`: what
+        it computes below the trained layers is kept for the trainer."""
         self._model: Any = model
         self._stops = torch.tensor(sorted(set(stop_ids)))
         self._pad = pad_id
         self._autocast = autocast
         self._gathered = gathered
         self._max_rows = max_rows
+        self.trunk = trunk
 
     def update(self, version: int) -> None:
         """Nothing to do: these are the trained weights."""
@@ -110,6 +116,7 @@ class BuiltinGenerator:
         keys = [prompt_key(prompt) for prompt in prompts] if keys is None else keys
         blank = [[] for _ in prompts]  # type: list[list[Any]]
         rollout = Rollout([list(x) for x in blank], [list(x) for x in blank], [list(x) for x in blank])
+        states: dict[int, Tensor] = {}
         # Prompts of like length together: less padding, and one row's samples never part.
         order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
         size = max(1, self._max_rows // group)
@@ -121,12 +128,14 @@ class BuiltinGenerator:
                     dtype=numpy.uint64,
                 )
                 texts = [prompts[index] for index in part]
-                rows = self._batch(texts, group, max_new_tokens, temperature, seeds)
+                rows, known = self._batch(texts, group, max_new_tokens, temperature, seeds)
+                states |= dict(zip(part, known, strict=False))
                 for row, (ids, logp, finished) in enumerate(rows):
                     index = part[row // group]
                     rollout.answers[index].append(ids)
                     rollout.logp[index].append(logp)
                     rollout.finished[index].append(finished)
+        rollout.states = [states[index] for index in range(len(prompts))] if self.trunk else None
         return rollout
 
     def _batch(
@@ -136,8 +145,37 @@ class BuiltinGenerator:
         max_new_tokens: int,
         temperature: float,
         seeds: numpy.typing.NDArray[numpy.uint64],
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """Answers of some prompts that fit together: ids, log-probabilities, whether it ended by itself."""
+    ) -> tuple[list[tuple[list[int], list[float], bool]], list[Tensor]]:
+        """Answers of some prompts that fit together: ids, log-probabilities, whether it ended by itself; and
+        the trunk's states."""
+        record: AbstractContextManager[list[Tensor]] = (
+            self.trunk.recording() if self.trunk else nullcontext([])
+        )
+        with record as seen:
+            ids, logps, length, went = self._decode(prompts, group, max_new_tokens, temperature, seeds)
+        rows = [
+            (
+                ids[: length[row], row].tolist(),
+                logps[: length[row], row].tolist(),
+                bool(torch.isin(ids[length[row] - 1, row], self._stops)),
+            )
+            for row in range(len(length))
+        ]
+        if not self.trunk:
+            return rows, []
+        lengths = length.view(-1, group).tolist()
+        return rows, gather_states(seen, prompts, lengths, went)
+
+    def _decode(
+        self,
+        prompts: Sequence[list[int]],
+        group: int,
+        max_new_tokens: int,
+        temperature: float,
+        seeds: numpy.typing.NDArray[numpy.uint64],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Ids and log-probabilities [max_new_tokens, N], lengths [N], and which answers each step went on
+        with."""
         backbone, head = backbone_and_head(self._model)
         state = DecodingState(backbone, head, self._pad)
         logits = state.prefill(prompts, group, max_new_tokens)
@@ -148,6 +186,7 @@ class BuiltinGenerator:
         logps = torch.zeros(max_new_tokens, count)
         length = torch.full((count,), max_new_tokens)
         active = torch.arange(count)
+        went: list[Tensor] = []
         for position in range(max_new_tokens):
             draw = None if temperature == 0 else torch.from_numpy(uniforms(seeds[active.numpy()], position))
             token, logp = choose(logits, temperature, None if draw is None else draw.to(device))
@@ -162,21 +201,15 @@ class BuiltinGenerator:
                 active = active[going]
                 token = token[going.to(device)]
                 state.keep(going.nonzero()[:, 0].to(device))
+            went.append(active)
             logits = state.step(token)
-        return [
-            (
-                ids[: length[row], row].tolist(),
-                logps[: length[row], row].tolist(),
-                bool(torch.isin(ids[length[row] - 1, row], self._stops)),
-            )
-            for row in range(count)
-        ]
+        return ids, logps, length, went
 
 
 def choose(
     logits: Float[Tensor, "N V"], temperature: float, draw: Float[Tensor, " N"] | None
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
-    """A token a row and its log-probability: by the inverse of the cumulative distribution, or the top one."""
+    """A token a row and its log-probability: by inverting the cumulative distribution, or the top one."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if draw is None:
         logp = logits.log_softmax(-1)

@@ -8,6 +8,7 @@ fewer micro batches computes its first one again with weight zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from training.engine import Engine, StepInfo
 from training.logprobs import answer_logprobs
 from training.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, needs
 from training.models import Reference, autocast, device
+from training.trunk import Trunk, lay_out
 
 OPEN_BELOW = {"cispo"}
 """Algorithms whose ratio has no lower bound [2506.13585]."""
@@ -42,12 +44,30 @@ class Signals:
 
 
 @dataclass
+class Rolled:
+    """Prompts with their answers, and what the generator has kept of them (training/trunk.py)."""
+
+    trees: Sequence[Tree]
+    states: Sequence[Tensor] | None = None
+
+    @property
+    def group(self) -> int:
+        return len(self.trees[0].answers)
+
+    @property
+    def count(self) -> int:
+        return len(self.trees) * self.group
+
+
+@dataclass
 class Micro:
     """A micro batch and where its answers stand in the experience."""
 
     batch: Batch
     rows: Tensor
     weight: float
+    hidden: Float[Tensor, "B T H"] | None
+    """What enters the first trained layer, where it is known."""
 
     def take(self, value: Tensor) -> Tensor:
         """The micro batch's part of an [N, R] or [N, 1] tensor, on its device."""
@@ -64,9 +84,11 @@ class Learner:
     params: OptimizeParams
     pad_id: int
     shared: bool
+    trunk: Trunk | None = None
 
-    def micros(self, trees: Sequence[Tree], indices: Sequence[int] | None = None) -> Iterator[Micro]:
+    def micros(self, rolled: Rolled, indices: Sequence[int] | None = None) -> Iterator[Micro]:
         """Micro batches of some trees, equally many on every rank."""
+        trees, states, group = rolled.trees, rolled.states, rolled.group
         chosen = list(range(len(trees))) if indices is None else list(indices)
         parts = [
             [chosen[place] for place in part]
@@ -77,60 +99,67 @@ class Learner:
             counts = [0.0] * self.engine.world
             counts[self.engine.rank] = float(len(parts))
             wanted = int(max(self.engine.sum(counts)))
-        group = len(trees[0].answers)
         for number in range(wanted):
             part = parts[number] if number < len(parts) else (parts[0] if parts else [0])
-            batch = collate([trees[index] for index in part], self.pad_id, self.shared).to(device())
+            mine = [trees[index] for index in part]
+            batch = collate(mine, self.pad_id, self.shared).to(device())
             rows = torch.tensor([index * group + sample for index in part for sample in range(group)])
-            yield Micro(batch, rows, float(number < len(parts)))
+            known = None
+            if states is not None and self.trunk is not None:
+                known = lay_out(mine, [states[index] for index in part], batch, self.shared)
+            yield Micro(batch, rows, float(number < len(parts)), known)
 
-    def read(self, trees: Sequence[Tree], width: int, module: Callable[[Batch], Any]) -> list[Tensor]:
+    def entered(self, micro: Micro) -> AbstractContextManager[None]:
+        """Within it a pass over the micro batch starts where the generator's states end."""
+        return nullcontext() if self.trunk is None else self.trunk.entered(micro.hidden)
+
+    def read(self, rolled: Rolled, width: int, module: Callable[[Batch], Any]) -> list[Tensor]:
         """Runs a module over all trees without gradient; its [n, r] tensors put together as [N, width]."""
         out: list[Tensor] = []
-        count = sum(len(tree.answers) for tree in trees)
         with torch.no_grad(), autocast(self.params.precision):
-            for micro in self.micros(trees):
-                values = module(micro.batch)
-                out = out or [torch.zeros(count, width, dtype=value.dtype) for value in values]
+            for micro in self.micros(rolled):
+                with self.entered(micro):
+                    values = module(micro.batch)
+                out = out or [torch.zeros(rolled.count, width, dtype=value.dtype) for value in values]
                 for whole, value in zip(out, values, strict=True):
                     whole[micro.rows, : value.shape[1]] = value.cpu()
         return out
 
-    def ref_logp(self, trees: Sequence[Tree], width: int) -> Float[Tensor, "N R"]:
+    def ref_logp(self, rolled: Rolled, width: int) -> Float[Tensor, "N R"]:
         """Log-probabilities of the policy as it was at the start: adapters off, no second copy."""
         with self.reference as frozen:
             return self.read(
-                trees, width, lambda batch: answer_logprobs(frozen, batch, self.params.temperature)[:1]
+                rolled, width, lambda batch: answer_logprobs(frozen, batch, self.params.temperature)[:1]
             )[0]
 
-    def old(self, trees: Sequence[Tree], width: int) -> list[Tensor]:
+    def old(self, rolled: Rolled, width: int) -> list[Tensor]:
         """Log-probabilities, and values where there is a critic, of the policy before the update."""
 
         def module(batch: Batch) -> list[Tensor]:
             logp, _, *value = self.engine.module(batch, self.params.temperature)
             return [logp, *value]
 
-        return self.read(trees, width, module)
+        return self.read(rolled, width, module)
 
     def update(
         self,
-        trees: Sequence[Tree],
+        rolled: Rolled,
         signals: Signals,
         indices: Sequence[int],
         beta: float,
         policy: float = 1.0,
     ) -> tuple[StepInfo, dict[str, float]]:
         """One optimizer step on some trees; `policy` 0 trains the value head only."""
-        group = len(trees[0].answers)
+        group = rolled.group
         rows = torch.tensor([index * group + sample for index in indices for sample in range(group)])
         aggregation = self._aggregation(signals.mask[rows.long()])
         count, tokens = self.engine.sum([float(aggregation.units), float(signals.mask[rows.long()].sum())])
         count, tokens = max(count, 1.0), max(tokens, 1.0)
         sums = dict.fromkeys(("loss", "ratio_clipped", "approx_kl", "entropy_exact", "value_loss"), 0.0)
         busy = self._useful(signals, indices, group)
-        micros = list(self.micros(trees, busy))
+        micros = list(self.micros(rolled, busy))
         for number, micro in enumerate(micros, 1):
-            with autocast(self.params.precision):
+            with autocast(self.params.precision), self.entered(micro):
                 loss, parts = self._loss(micro, signals, beta, policy, count, tokens)
             self.engine.backward(loss * micro.weight, last=number == len(micros))
             for name, value in parts.items():
@@ -144,7 +173,7 @@ class Learner:
         """One DPO step on pairs that were just sampled, best answer first; a weight of 0 takes one out."""
         (count,) = self.engine.sum([float(weight.sum())])
         total = right = 0.0
-        micros = list(self.micros(pairs))
+        micros = list(self.micros(Rolled(pairs)))
         for number, micro in enumerate(micros, 1):
             with autocast(self.params.precision):
                 logp, *_ = self.engine.module(micro.batch, temperature=self.params.temperature)

@@ -5,6 +5,7 @@ but a worse model: tokenisation, the generator's log-probabilities, the referenc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +18,7 @@ from training import chat
 from training.batches import Tree
 from training.generate import Generator
 from training.kl import ratio
-from training.learner import Learner
+from training.learner import Learner, Rolled
 from training.models import resolve
 
 RATIO_BOUND = {"fp32": 1e-5, "bf16": 1e-5}
@@ -25,7 +26,7 @@ RATIO_BOUND = {"fp32": 1e-5, "bf16": 1e-5}
 GENERATOR_BOUND = {"fp32": 1e-3, "bf16": 0.1}
 """Largest |logp difference| of a token, generator against trainer; bfloat16 keeps 3 digits. Mean in bf16."""
 SHARED_BOUND = {"fp32": 1e-3, "bf16": 0.1}
-"""The same, shared against unshared prompts."""
+"""The same, for shared against unshared prompts, and for the kept hidden states against computing them."""
 
 
 def tokens(tok: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
@@ -44,14 +45,15 @@ def policy(
         prompts, 2, max_new_tokens=min(12, params.max_new_tokens), temperature=params.temperature,
         keys=[tree.key for tree in trees], seed=seed, step=-2,
     )  # fmt: skip
-    trees = [
+    made_trees = [
         Tree(tree.key, tree.prompt, answers) for tree, answers in zip(trees, rollout.answers, strict=True)
     ]
+    plain = Rolled(made_trees)
     logps = [row for samples in rollout.logp for row in samples]
     width = max(map(len, logps))
     made = torch.tensor([row + [0.0] * (width - len(row)) for row in logps])
     mask = torch.arange(width) < torch.tensor([len(row) for row in logps])[:, None]
-    trained, again = learner.old(trees, width)[0], learner.old(trees, width)[0]
+    trained, again = learner.old(plain, width)[0], learner.old(plain, width)[0]
     measured = {
         "ratio": float((ratio(torch.where(mask, again - trained, 0.0)) - 1).abs().max()),
         "generator": _difference(made, trained, mask, precision),
@@ -63,12 +65,13 @@ def policy(
              "the generator's log-probabilities are not the trainer's: another temperature, sampling "
              "transform, weights or precision")  # fmt: skip
     if learner.shared:
-        alone = Learner(
-            learner.engine, learner.model, learner.reference, params, learner.pad_id, shared=False
-        ).old(trees, width)[0]
+        alone = replace(learner, shared=False, trunk=None).old(plain, width)[0]
         measured["shared"] = _difference(alone, trained, mask, precision)
+    if learner.trunk is not None:
+        entered = learner.old(Rolled(made_trees, rollout.states), width)[0]
+        measured["trunk"] = _difference(entered, trained, mask, precision)
     if fresh:
-        frozen = learner.ref_logp(trees, width)
+        frozen = learner.ref_logp(plain, width)
         measured["reference"] = float(torch.where(mask, trained - frozen, 0.0).abs().max())
         _require("reference", measured["reference"], RATIO_BOUND[precision],
                  "before the first update the policy is not its reference: adapters were loaded that do not "

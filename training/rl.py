@@ -34,12 +34,13 @@ from training.config import OptimizeParams
 from training.engine import Engine, connect
 from training.experience import Experience, Scoring, build_scorers, gather, join, select
 from training.generate import BuiltinGenerator, Generator
-from training.learner import Learner, Signals
+from training.learner import Learner, Rolled, Signals
 from training.logprobs import AnswerLogprobs
 from training.measure import measure, second_opinion
 from training.models import autocast, digest, load_policy, merge_and_save, reference, resolve, saved_dtype
 from training.rundir import RunDir, program
 from training.score import ScoreModel
+from training.trunk import Trunk
 from training.value import ActorCritic
 
 
@@ -120,11 +121,12 @@ SAMPLING = {"dapo": dynamic_sampling}
 def signals(setting: Setting, found: Experience, beta: float) -> Signals:
     """Reference, KL and advantages of an experience."""
     params, width = setting.params, found.mask.shape[1]
-    ref_logp = setting.learner.ref_logp(found.trees, width)
+    rolled = Rolled(found.trees, found.states)
+    ref_logp = setting.learner.ref_logp(rolled, width)
     several = params.ppo.updates * params.ppo.minibatches > 1
     critic = params.algorithm == "ppo"
     if several or critic or params.clip.importance is not None:
-        old_logp, *value = setting.learner.old(found.trees, width)
+        old_logp, *value = setting.learner.old(rolled, width)
     else:
         old_logp, value = found.rollout_logp, []
     log_ratios = kl.log_ratio(old_logp, ref_logp, found.mask)
@@ -164,7 +166,9 @@ def update(setting: Setting, found: Experience, made: Signals, beta: float, step
         order = epoch_order(count, setting.run.seed, step * params.ppo.updates + number)
         for part in range(params.ppo.minibatches):
             chosen = sorted(order[part :: params.ppo.minibatches])
-            info, values = setting.learner.update(found.trees, made, chosen, beta, policy)
+            info, values = setting.learner.update(
+                Rolled(found.trees, found.states), made, chosen, beta, policy
+            )
             parts.append({**values, "grad_norm": info.grad_norm, "lr": info.lr})
             if params.ppo.stop_kl is not None and values["approx_kl"] > params.ppo.stop_kl:
                 break
@@ -322,10 +326,11 @@ def set_up(run: RunDir) -> Setting:
         min_lr_share=params.min_lr_share, weight_decay=params.weight_decay, clip_norm=params.clip_norm,
     )  # fmt: skip
     why = cannot_share(model)
-    learner = Learner(engine, model, frozen, params, int(tok.pad_token_id), shared=why is None)
+    trunk = Trunk.of(model) if params.engine.zero < 3 else None
+    learner = Learner(engine, model, frozen, params, int(tok.pad_token_id), why is None, trunk)
     generator = BuiltinGenerator(
         model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(params.precision),
-        gathered=getattr(engine, "gathered", nullcontext),
+        gathered=getattr(engine, "gathered", nullcontext), trunk=trunk,
     )  # fmt: skip
     inputs = run.config["inputs"]
     learned = run.input("reward") if "reward" in inputs else None
@@ -346,13 +351,19 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
     resumed = setting.checkpoints.resume()
     trees = [Tree(row.id, encode_prompt(setting.tok, row.prompt), []) for row in setting.prompts[:2]]
     measured = preflight.policy(setting.learner, setting.generator, trees, run.seed, fresh=resumed is None)
-    if measured.get("shared", 0.0) > preflight.SHARED_BOUND[resolve(params.precision)]:
+    bound = preflight.SHARED_BOUND[resolve(params.precision)]
+    if measured.get("shared", 0.0) > bound:
         setting.learner.shared = False
+    if measured.get("trunk", 0.0) > bound:
+        setting.learner.trunk = None
+        if isinstance(setting.generator, BuiltinGenerator):
+            setting.generator.trunk = None
     if resumed is not None:
         return resumed
     run.journal(
         "start", prompts=len(setting.prompts), held_out=len(setting.held_out), steps=params.steps,
-        precision=resolve(params.precision), shared_prompts=setting.learner.shared, preflight=measured,
+        precision=resolve(params.precision), shared_prompts=setting.learner.shared,
+        kept_states=setting.learner.trunk is not None, preflight=measured,
         reference=digest(run.input("model")), template_hash=template_hash(setting.tok),
         judge_guard=setting.judge is not None,
     )  # fmt: skip
