@@ -142,7 +142,7 @@ class RewardParams(Section):
         None, ge=1, description="ends earlier, in optimizer steps; null: all epochs"
     )
     batch: int = Field(16, ge=1, description="pairs a step, over all ranks")
-    token_budget: int = Field(4096, ge=1, description="tokens of a micro batch, padding included")
+    token_budget: int = Field(2048, ge=1, description="tokens of a micro batch, padding included")
     max_length: int = Field(
         256, ge=16, description="tokens of prompt and answer; the prompt is cut on the left"
     )
