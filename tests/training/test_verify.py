@@ -14,7 +14,7 @@ from training.verify import IFEVAL_CHECKS, ReasoningGym, final_number, followed,
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("18", 18), ("$1,234.50", Fraction(2469, 2)), ("- 3", -3), ("3/4", Fraction(3, 4)), 
+        ("18", 18), ("$1,234.50", Fraction(2469, 2)), ("- 3", -3), ("3/4", Fraction(3, 4)),
         (".5", Fraction(1, 2)),        ("\u20ac5", 5), ("1/0", None), ("", None), ("seven", None), ("+7", 7),
     ],
 )  # fmt: skip
