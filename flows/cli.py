@@ -72,7 +72,10 @@ def _project() -> Path:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120  # a log or a pipe has no width of its own
+    return console
 
 
 @app.command(epilog="Example: plumbline run --data my.jsonl --model ./my-model --set optimize.steps=20")

@@ -82,7 +82,8 @@ def _failure(what: str, text: str) -> ConfigurationError | InfrastructureError:
 
 
 def refused(text: str) -> bool:
-    """Whether dvc, by what it printed, found fault with dvc.yaml or params.yaml, which repeating does not mend."""
+    """Whether dvc, by what it printed, found fault with dvc.yaml or params.yaml, which repeating does not
+    mend."""
     faults = (
         "validation failed",
         "is invalid",

@@ -16,7 +16,7 @@ from rich.console import Console
 from data.errors import EXIT_CODES, ConfigurationError
 from flows import dvc
 from flows.alone import alone
-from flows.changes import changes
+from flows.changes import changes, registry_agrees
 from flows.dag import Dag, read_dag
 from flows.secrets import mask, mask_value, refuse_in_params
 from flows.table import outcome_code, print_summary
@@ -95,6 +95,8 @@ def run(project: Path, request: Request, console: Console) -> int:
         if not request.force:
             _announce(dag, todo, console)
         code = _flow(project, params.registry.name, request, console)
+        if code == 0:
+            registry_agrees(project)  # remembered, so that the next look is quick
     print_summary(project, console)
     return outcome_code(project) if code == 0 else code
 

@@ -7,34 +7,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from data.errors import PlumblineError
+from flows.changes import registered_version
 from flows.secrets import mask
-from tasks.params import load
 from tasks.places import home, read_json, stage_folder
 from tasks.report import build, summary
 
 NOT_PROMOTED = 3
 
 
-def registered_version(project: Path) -> str | None:
-    """Number of the candidate's version in the registry, None when it is not registered."""
-    try:
-        written = read_json(stage_folder(project, "register") / "register.json")
-        if not written.get("registered"):
-            return None
-        from tasks.registry import Registry
-
-        version = Registry(project, load(project).registry.name).by_digest(str(written["candidate"]))
-    except (PlumblineError, KeyError, OSError):
-        return None
-    return f"{version.name} {version.version}" if version is not None else None
-
-
 def print_summary(project: Path, console: Console) -> None:
     """Rows, accuracies, win rate, gates, decision, version, and where the report is."""
     if not (stage_folder(project, "validate") / "result.json").is_file():
         return
-    table = Table(title="What happened", title_justify="left", show_header=False, pad_edge=False)
+    table = Table(title="What happened", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_column(overflow="fold")

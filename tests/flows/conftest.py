@@ -76,7 +76,8 @@ def fake_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def copy_project(target: Path) -> Path:
-    """The working tree as git knows it (what is untracked but not ignored included), as a repository of its own."""
+    """The working tree as git knows it (what is untracked but not ignored included), as a repository of its
+    own."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, check=True,

@@ -1,4 +1,5 @@
-"""The flow on pretended stages, as a command against a real server: order, retries, kinds, stops, kills, masking."""
+"""The flow on pretended stages, as a command against a real server: order, retries, kinds, stops, kills,
+masking."""
 
 from __future__ import annotations
 

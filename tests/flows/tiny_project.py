@@ -26,7 +26,8 @@ def make_tiny(target: Path) -> Path:
 
 
 def write_records(folder: Path) -> None:
-    """200 pairs over 100 prompts: the chosen answer has a's in it, the rejected one z's; lengths tell nothing."""
+    """200 pairs over 100 prompts: the chosen answer has a's in it, the rejected one z's; lengths tell
+    nothing."""
     folder.mkdir()
     asked = [f"Tell me about {thing} at {place}." for thing in THINGS for place in PLACES]
     pairs = [

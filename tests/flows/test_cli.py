@@ -1,0 +1,123 @@
+"""The command line: help, exit codes, one block for a failure."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tests.conftest import ROOT
+from tests.flows.conftest import command
+
+COMMANDS = tuple(
+    [
+        "run",
+        "status",
+        "report",
+        "lineage",
+        "reproduce",
+        "promote",
+        "rollback",
+        "doctor",
+        "sweep",
+        "ui",
+        "worker",
+        "data",
+        "validate",
+        "params",
+    ]
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the project's parameters and DAG, nothing run yet."""
+    folder = tmp_path / "mon projet é"
+    folder.mkdir()
+    for name in ("dvc.yaml", "params.yaml"):
+        (folder / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_an_example(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert f"Example: plumbline {name}" in shown.output
+
+
+def test_help_lists_all_commands_and_exit_codes_and_is_quick() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    cpu = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert cpu < 1.5, f"{cpu:.2f} s of CPU: something heavy is imported for help"
+    assert set(COMMANDS) <= set(re.findall(r"[a-z]+", done.stdout))
+    assert "3 not promoted, 10 configuration" in " ".join(done.stdout.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, flows.cli; print([m for m in ('torch', 'prefect', 'mlflow', 'dvc') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_wrong_usage_is_2(project: Path) -> None:
+    assert command(project, "run", "--no-such-option").returncode == 2
+    assert command(project, "promote", "3").returncode == 2  # --reason is missing
+
+
+def test_outside_of_a_project(tmp_path: Path) -> None:
+    done = command(tmp_path, "status")
+    assert done.returncode == 10
+    assert "change into the project folder" in done.stderr
+
+
+def test_a_wrong_key_is_one_block_without_traceback(project: Path) -> None:
+    before = (project / "params.yaml").read_bytes()
+    done = command(project, "run", "--set", "optimize.stepz=3")
+    assert done.returncode == 10
+    assert done.stderr.startswith("plumbline: configuration\n")
+    assert "did you mean 'steps'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (project / "params.yaml").read_bytes() == before
+    assert "Traceback" in command(project, "--debug", "run", "--set", "optimize.stepz=3").stderr
+
+
+def test_a_missing_file_is_told_before_anything_is_written(project: Path) -> None:
+    before = (project / "params.yaml").read_bytes()
+    done = command(project, "run", "--data", "nowhere.jsonl")
+    assert done.returncode == 10
+    assert "nowhere.jsonl: there is no such file" in done.stderr
+    assert (project / "params.yaml").read_bytes() == before
+
+
+def test_params_writes_and_shows(project: Path) -> None:
+    done = command(project, "params", "--set", "seed=7", "--set", "optimize.steps=3")
+    assert done.returncode == 0
+    assert "changed seed, optimize.steps" in done.stdout
+    assert "\nseed: 7\n" in "\n" + done.stdout.split("nothing", 1)[-1]
+    assert "# " in (project / "params.yaml").read_text(encoding="utf-8")  # comments survive
+
+
+def test_data_shows_a_card_or_says_what_is_wrong(project: Path) -> None:
+    rows = [{"prompt": f"Question {n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)]
+    (project / "é.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    good = command(project, "data", "é.jsonl", "--set", "min_pairs=10", "--set", "min_part=2")
+    assert good.returncode == 0, good.stderr
+    assert "kept 40 of 40 rows" in good.stdout
+    (project / "bad.jsonl").write_text('{"prompt": "x"\n', encoding="utf-8")
+    bad = command(project, "data", "bad.jsonl")
+    assert bad.returncode == 11
+    assert "bad.jsonl" in bad.stderr
+    assert not (project / "data" / "stages").exists()

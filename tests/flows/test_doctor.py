@@ -1,0 +1,81 @@
+"""What the doctor finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows import doctor
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The project's parameters and DAG, with a model folder and one file of records."""
+    for name in ("dvc.yaml", "params.yaml", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "data" / "sample").mkdir(parents=True)
+    for name in ("preferences.jsonl", "eval_prompts.jsonl"):
+        (tmp_path / "data" / "sample" / name).write_text("{}\n")
+    return tmp_path
+
+
+def found(project: Path) -> dict[str, doctor.Finding]:
+    return {one.what: one for one in doctor.look(project)}
+
+
+def test_a_missing_dependency_a_missing_file_and_an_empty_one(project: Path) -> None:
+    (project / "data" / "sample" / "eval_prompts.jsonl").write_text("")
+    (project / "data" / "sample" / "preferences.jsonl").unlink()
+    seen = found(project)
+    assert seen["dvc.yaml"].verdict == "broken"  # the code is not in this folder
+    assert "tasks/base.py" in seen["dvc.yaml"].seen
+    assert (seen["data.files"].verdict, seen["data.files"].kind) == ("broken", "data")
+    assert "empty" in seen["data.eval_prompts"].remedy
+    assert seen["DVC"].verdict == "broken"
+
+
+def test_a_wrong_parameter_ends_the_examination(project: Path) -> None:
+    (project / "params.yaml").write_text("seed: -1\n")
+    findings = list(doctor.look(project))
+    assert findings[-1].what == "parameters"
+    assert findings[-1].verdict == "broken"
+    assert "seed = -1" in findings[-1].seen
+
+
+@pytest.mark.parametrize(
+    ("text", "dead"),
+    [
+        ("optimize: {ppo: {updates: 3}}", "optimize.ppo"),
+        ("optimize: {algorithm: dpo, group: 1, rewards: {penalty: 0.1}}", "optimize.rewards"),
+        ("optimize: {kl: {horizon: 5}}", "optimize.kl.horizon"),
+    ],
+)
+def test_dead_settings(project: Path, text: str, dead: str) -> None:
+    (project / "params.yaml").write_text(text + "\n")
+    assert dead in found(project)["dead settings"].seen
+
+
+def test_no_dead_setting_in_what_is_shipped(project: Path) -> None:
+    assert "dead settings" not in found(project)
+
+
+def test_models(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(project / "cache"))
+    (project / "params.yaml").write_text("model: {source: owner/name}\n")
+    assert (found(project)["model"].verdict, "not in the cache" in found(project)["model"].seen) == (
+        "broken",
+        True,
+    )
+    (project / "cache" / "hub" / "models--owner--name").mkdir(parents=True)
+    assert found(project)["model"].verdict == "fine"
+    (project / "params.yaml").write_text("model: {source: gguf:no_such_package}\n")
+    assert "not installed" in found(project)["model"].seen
+
+
+def test_merged_changes_neither() -> None:
+    base = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert doctor.merged(base, {"a": {"b": 9}, "e": 4}) == {"a": {"b": 9, "c": 2}, "d": 3, "e": 4}
+    assert base == {"a": {"b": 1, "c": 2}, "d": 3}
