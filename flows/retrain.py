@@ -18,98 +18,29 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from uuid import UUID
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed, Failed
 from prefect.tasks import Task
 
-from data.errors import PlumblineError
+from data.errors import EXIT_CODES, PlumblineError
 from flows import dvc, orphans
 from flows.alone import alone
 from flows.dag import Dag, read_dag
-from flows.screen import Screen, described
+from flows.screen import Screen
 from flows.secrets import MaskingFilter, refuse_in_params
+from flows.shown import Shown, shielded
 from flows.stages import Outcome, Work
 from tasks.params import load, write_overrides
-from tasks.places import Json, home, root
+from tasks.places import home, root
 from tasks.report import build
+from training import lifeline
 
 RETRY_DELAYS: list[float] = [2, 15, 60]
-_PROGRESS_SECONDS = 2.0
-_LOG_SECONDS = 30.0
-
-
-class Shown:
-    """What one stage shows of itself in Prefect and on the screen while it runs."""
-
-    def __init__(self, stage: str, screen: Screen) -> None:
-        self.stage = stage
-        self.screen = screen
-        self.log = get_run_logger()
-        self._artifact: UUID | None = None
-        self._sent = (0.0, -1.0)
-        self._logged = time.monotonic()
-
-    def line(self, text: str) -> None:
-        """A line that dvc or the stage printed."""
-        self.log.info(text)
-
-    def status(self, status: Json) -> None:
-        """The newest status file: bar, artifact, and now and then a log line."""
-        self.screen.status(self.stage, status)
-        step, total, words = described(status)
-        share = 100.0 * step / total if total else 0.0
-        now = time.monotonic()
-        if share != self._sent[1] and (now - self._sent[0] > _PROGRESS_SECONDS or share >= 100.0):
-            self._sent = (now, share)
-            with _shielded(self.log):
-                if self._artifact is None:
-                    key = f"{_key(self.stage)}-progress"
-                    made = create_progress_artifact(share, key=key, description=words)
-                    assert isinstance(made, UUID)
-                    self._artifact = made
-                else:
-                    update_progress_artifact(self._artifact, share, description=words)
-        if now - self._logged > _LOG_SECONDS:
-            self._logged = now
-            self.log.info("%s: %s", self.stage, words)
-
-    def ended(self, outcome: Outcome) -> None:
-        """The stage's metrics and duration as a table."""
-        self.screen.ended(outcome)
-        rows = [{"what": "seconds", "value": f"{outcome.seconds:.1f}"}]
-        rows += [{"what": name, "value": f"{value:.6g}"} for name, value in sorted(outcome.metrics.items())]
-        if outcome.state in ("done", "failed", "stopped"):
-            with _shielded(self.log):
-                if self._artifact is not None and outcome.good:
-                    update_progress_artifact(self._artifact, 100.0)
-                create_table_artifact(
-                    rows, key=f"{_key(self.stage)}-metrics", description=outcome.message or None
-                )
-
-
-@contextlib.contextmanager
-def _shielded(log: logging.Logger | logging.LoggerAdapter[Any]) -> Iterator[None]:
-    """A picture that can not be sent is no reason to end a training."""
-    try:
-        yield
-    except (PrefectException, OSError, ValueError, RuntimeError) as error:
-        log.warning("an artifact could not be stored: %s", error)
-
-
-def _key(stage: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in stage.lower())
 
 
 def _worth_another_try(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
@@ -242,6 +173,8 @@ def retrain(
     project = root()
     logger = get_run_logger()
     _mask_logs()
+    if os.environ.get(lifeline.WATCH):
+        threading.Thread(target=_end_with_worker, name="worker-watch", daemon=True).start()
     orphans.claim(flow_run.get_id(), flow_run.get_tags())
     refuse_in_params(overrides or ())
     with alone(project, wait_seconds, logger.warning), Screen() as screen:
@@ -251,6 +184,18 @@ def retrain(
         for line in dvc.mend_locks(project):
             logger.warning(line)
         return _run(project, force, screen)
+
+
+def _end_with_worker() -> None:
+    """A deployed flow does not outlive the command that serves it, as `plumbline run` does not its own
+    process."""
+    watched = os.environ[lifeline.WATCH].split(",")
+    while all(lifeline.alive(value) for value in watched if value):
+        time.sleep(1)
+    for pid in lifeline.descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(EXIT_CODES["infrastructure"])
 
 
 def _run(project: Path, force: bool, screen: Screen) -> State[None]:
@@ -265,7 +210,12 @@ def _run(project: Path, force: bool, screen: Screen) -> State[None]:
         work.stopping.set()
 
     with _signals(stop):
-        session.run()
+        try:
+            session.run()
+        except BaseException:
+            # The server is gone, say: without the flow nobody would look after the stages that run.
+            work.stopping.set()
+            raise
     failure = session.failure()
     _publish_report(project, session.outcomes)
     if failure is None:
@@ -282,7 +232,7 @@ def _publish_report(project: Path, outcomes: Mapping[str, Outcome]) -> None:
         {"stage": o.stage, "state": o.state, "seconds": f"{o.seconds:.1f}", "message": o.message}
         for o in outcomes.values()
     ]
-    with _shielded(logger):
+    with shielded(logger):
         create_table_artifact(rows, key="stages", description="how each stage ended")
     try:
         page = build(project)
@@ -290,7 +240,7 @@ def _publish_report(project: Path, outcomes: Mapping[str, Outcome]) -> None:
     except (PlumblineError, OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("the report could not be made: %s", error)
         return
-    with _shielded(logger):
+    with shielded(logger):
         create_markdown_artifact(f"{markdown}\n\nThe page with plots: `{page}`\n", key="report")
 
 

@@ -21,6 +21,7 @@ from flows.dag import Dag, read_dag
 from flows.secrets import mask, mask_value, refuse_in_params
 from flows.table import outcome_code, print_summary
 from tasks.params import load, write_overrides
+from tasks.places import home
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -176,8 +177,6 @@ def _explain(project: Path, stage: str, kind: str, message: str, console: Consol
     console.print(f"{stage} failed ({kind})", style="bold red", markup=False)
     console.print(f"  why:  {mask(message)}", markup=False)
     console.print(f"  next: {_NEXT[kind]}", markup=False)
-    logs = sorted(
-        (project / ".plumbline" / "work" / stage).glob("*/output.log"), key=lambda f: f.stat().st_mtime
-    )
+    logs = sorted((home(project) / "work" / stage).glob("*/output.log"), key=lambda f: f.stat().st_mtime)
     if logs:
         console.print(f"  log:  {logs[-1]}", markup=False)

@@ -45,13 +45,20 @@ def undisturbed(workspaces: Callable[[str], Path]) -> Path:
     return project
 
 
-def test_two_ways_give_the_same_digests(undisturbed: Path, workspaces: Callable[[str], Path]) -> None:
+@pytest.fixture(scope="module")
+def by_flow(workspaces: Callable[[str], Path]) -> tuple[Path, str]:
+    """A workspace after `plumbline run`, and what it printed."""
     project = workspaces("flow")
     done = command(project, "run", timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return project, done.stdout
+
+
+def test_two_ways_give_the_same_digests(undisturbed: Path, by_flow: tuple[Path, str]) -> None:
+    project, said = by_flow
     assert dvc.differences(dvc.read_lock(undisturbed), dvc.read_lock(project)) == []
-    assert "registered version  " in done.stdout
-    assert "tiny 1" in done.stdout
+    assert "registered version  " in said
+    assert "tiny 1" in said
     assert processes_of(project) == []
     assert no_run_is_open(project)
 
@@ -90,6 +97,14 @@ def test_killed_anywhere_it_ends_with_the_same_digests(
     assert dvc.differences(dvc.read_lock(undisturbed), dvc.read_lock(project)) == []
     assert processes_of(project) == []
     assert no_run_is_open(project)
+
+
+def test_a_registered_version_is_rebuilt_bit_for_bit(by_flow: tuple[Path, str]) -> None:
+    project, _ = by_flow
+    done = command(project, "reproduce", "tiny@1", timeout=1800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "equal: tiny version 1 was rebuilt bit for bit" in done.stdout
+    assert "the way differs" not in done.stdout
 
 
 def kill(
