@@ -4,10 +4,10 @@ PlumblineError
 ├── ConfigurationError   a knob is wrong: nothing was started            exit 10
 ├── DataError            the records are wrong: nothing was trained      exit 11
 ├── DivergenceError      training left the healthy region and was ended  exit 12
-├── InfrastructureError  the machine, a library or a neighbour failed    exit 13 (the only kind that is retried)
+├── InfrastructureError  the machine, a library or a neighbour failed    exit 13 (the only retried kind)
 └── Stopped              somebody asked for an end (SIGTERM, SIGINT)     exit 14
 
-The first two are ValueErrors too. A message names the file, the key or row, the value, its bound and the remedy.
+The first two are ValueErrors too. A message names file, key or row, value, bound and remedy.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ class Stopped(PlumblineError):
 
 
 def exit_code(error: BaseException) -> int:
-    """Exit code of a stage or a training program that ended with `error`; unknown errors are infrastructure."""
+    """Exit code of a stage or a training program that ended with `error`; unknown ones are infrastructure."""
     return EXIT_CODES[error.kind if isinstance(error, PlumblineError) else "infrastructure"]

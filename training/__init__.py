@@ -1,1 +1,1 @@
-"""The training core: losses, advantages, rollouts, guards and one engine. It knows nothing of orchestration."""
+"""The training core: losses, advantages, rollouts, guards, one engine. It knows nothing of orchestration."""

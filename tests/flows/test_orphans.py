@@ -43,7 +43,8 @@ with get_client(sync_client=True) as client:
     print(json.dumps({
         "first": answer(first), "second": answer(second), "third": answer(third), "living": answer(living),
         "marked": marked == [dead.name], "again": again,
-        "dead": client.read_flow_run(dead.id).state.name, "alive": client.read_flow_run(waiting.id).state.name,
+        "dead": client.read_flow_run(dead.id).state.name,
+        "alive": client.read_flow_run(waiting.id).state.name,
     }))
 """
 
