@@ -51,7 +51,7 @@ def only_loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder of the public files that the project tries itself on; tests that want it skip when it is absent."""
+    """Folder of the public files that the project is tried on; tests that want it skip when it is absent."""
     if not SHARED.is_dir():
         pytest.skip("the folder of public data is not beside this checkout")
     return SHARED
