@@ -5,12 +5,13 @@ chunks.
     entropy[n, r] = -sum_v p_v log p_v                                           (of the same distribution)
 
 A chunk's logits are made again in the backward pass, so the largest tensor is [chunk, V] in float32, never
-[B, T, V]. The softmax is float32 (float64 for float64 weights) under any autocast.
+[B, T, V]. The softmax is float32 (float64 for float64 weights) under any autocast. Where the head is frozen
+(adapters), its logits are made once: d logp / d h = (W[target] - sum_v p_v W[v]) / T is known in the forward
+pass and kept instead, [chunk, H].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,29 @@ from torch.utils.checkpoint import checkpoint
 from training.batches import Batch
 
 CHUNK = 256
-Head = Callable[[Tensor], Tensor]
+
+
+class Head:
+    """From hidden states to logits: a linear layer, in some models scaled or softly capped."""
+
+    def __init__(self, linear: Any, scale: float, cap: float | None) -> None:
+        self._linear, self._scale, self._cap = linear, scale, cap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._linear(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
+
+    @property
+    def frozen(self) -> Float[Tensor, "V H"] | None:
+        """The weights of a plain linear head that does not learn, else None."""
+        plain = type(self._linear) is nn.Linear and self._scale == 1.0 and not self._cap
+        if not plain or any(parameter.requires_grad for parameter in self._linear.parameters()):
+            return None
+        # ZeRO-3 leaves an empty shell outside the layer's own forward pass.
+        weight: Tensor = self._linear.weight
+        return None if hasattr(weight, "ds_id") else weight
 
 
 def backbone_and_head(model: Any) -> tuple[nn.Module, Head]:
@@ -31,14 +54,7 @@ def backbone_and_head(model: Any) -> tuple[nn.Module, Head]:
     config = inner.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-
-    def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = linear(hidden)
-        if scale != 1.0:
-            logits = logits * scale
-        return cap * torch.tanh(logits / cap) if cap else logits
-
-    return inner.base_model, head
+    return inner.base_model, Head(linear, scale, cap)
 
 
 def hidden_states(backbone: nn.Module, batch: Batch) -> Float[Tensor, "BT H"]:
@@ -107,8 +123,34 @@ def _chunk(
 
     if not torch.is_grad_enabled():
         return compute(hidden)
+    if head.frozen is not None and not entropy:
+        logp: Tensor = _FrozenHead.apply(hidden, head, targets, temperature)  # type: ignore[no-untyped-call]
+        return logp, logp.detach()
     first, second = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
     return first, second
+
+
+class _FrozenHead(torch.autograd.Function):
+    """logp of a chunk under a head that does not learn, its gradient made along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
+        weight = head.frozen
+        assert weight is not None
+        raw = head(hidden)
+        logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / temperature
+        total = logits.logsumexp(-1, keepdim=True)
+        logp = logits.gather(-1, targets[:, None]) - total
+        pull = (logits - total).exp_().neg_()
+        pull.scatter_add_(-1, targets[:, None], torch.ones_like(logp))
+        direction = (pull.to(raw.dtype) @ weight.to(raw.dtype)) / temperature
+        ctx.save_for_backward(direction.to(hidden.dtype))
+        return logp[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (direction,) = ctx.saved_tensors
+        return gradient.to(direction.dtype)[:, None] * direction, None, None, None
 
 
 def _scatter(values: Float[Tensor, " K"], batch: Batch) -> Float[Tensor, "N R"]:

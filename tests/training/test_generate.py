@@ -278,6 +278,27 @@ def test_gradient_checkpointing_does_not_switch_the_cache_off() -> None:
     assert model.training
 
 
+def test_the_packed_head_gives_the_same_answers_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharp(llama(vocab=60)).eval()
+    expected = generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
+    monkeypatch.setattr("training.generate.MIN_PACKED", 1)
+    engine = generator(model)
+    calls: list[int] = []
+    multiply = engine._packed._multiply
+    monkeypatch.setattr(engine._packed, "_multiply", lambda hidden: calls.append(1) or multiply(hidden))
+    found = engine.generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
+    assert calls and found.answers == expected.answers
+    assert "forward" not in vars(model.lm_head)
+    # Weights that change in place are packed anew.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.0)
+    changed = engine.generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
+    assert (
+        changed.answers == generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0).answers
+    )
+    assert changed.answers != expected.answers
+
+
 def test_small_parts() -> None:
     assert common_prefix([[1] * 9 + [2], [1] * 9 + [3, 4]]) == 9
     assert common_prefix([[1] * 9, [1] * 12]) == 8
