@@ -7,16 +7,14 @@ artifacts.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from data.errors import InfrastructureError
 from tasks.places import Json, digest, read_json, stage_folder
 from tasks.publish import link_tree
-from tasks.registry import Registry, Version, fetch
+from tasks.registry import CHAMPION, Version, fetch, peek
 from tasks.stage import Stage, run
-from tasks.store import database
 
 
 def resolve(project: Path, name: str) -> tuple[Json, Version | None]:
@@ -24,10 +22,8 @@ def resolve(project: Path, name: str) -> tuple[Json, Version | None]:
     sft = str(read_json(stage_folder(project, "sft") / "result.json")["digest"])
     candidate = read_json(stage_folder(project, "optimize") / "result.json").get("digest")
     nobody: Json = {"digest": sft, "source": "sft"}
-    if not database(project).is_file() and not os.environ.get("MLFLOW_TRACKING_URI"):
-        return nobody, None
-    registry = Registry(project, name)
-    champion = registry.champion()
+    versions = peek(project, name)
+    champion = next((version for version in versions if CHAMPION in version.aliases), None)
     if champion is None:
         return nobody, None
     wanted = champion.digest
@@ -35,7 +31,7 @@ def resolve(project: Path, name: str) -> tuple[Json, Version | None]:
         wanted = champion.baseline
     if wanted == sft:
         return nobody, None
-    version = registry.by_digest(wanted)
+    version = next((version for version in versions if version.digest == wanted), None)
     if version is None:
         raise InfrastructureError(
             f"registry {name}: the weights {wanted[:12]} that {champion.version} was decided against are not "

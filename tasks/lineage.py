@@ -27,10 +27,19 @@ from tasks.process import OFFLINE, gone, identity
 from tasks.publish import link_tree
 from tasks.status import masked, read_status
 from tasks.store import EXPERIMENT, artifacts, lock, prepare, tracking_uri
+from tasks.store import rows as store_rows
 
 Result = TypeVar("Result")
 _BATCH = 1000  # metrics that MLflow takes in one call
 _FLUSH_SECONDS = 2.0
+_OPEN_PARENT = """
+    SELECT runs.run_uuid FROM runs
+    JOIN tags AS kind ON kind.run_uuid = runs.run_uuid
+        AND kind.key = 'plumbline.kind' AND kind.value = 'pipeline'
+    JOIN tags AS name ON name.run_uuid = runs.run_uuid
+        AND name.key = 'plumbline.pipeline' AND name.value = ?
+    WHERE runs.status = 'RUNNING'
+"""
 
 
 def client(project: Path) -> Any:
@@ -360,6 +369,8 @@ def close_parent(
     project: Path, pipeline: str, metrics: Mapping[str, float], files: Sequence[Path]
 ) -> str | None:
     """End the pipeline's open run with its summary; None when there is none open."""
+    if store_rows(project, _OPEN_PARENT, [pipeline]) == []:
+        return None
     tracking = client(project)
     query = f"tags.`plumbline.kind` = 'pipeline' and tags.`plumbline.pipeline` = '{pipeline}'"
     found = tracking.search_runs([experiment_id(tracking)], query, order_by=["attributes.start_time DESC"])
@@ -370,18 +381,6 @@ def close_parent(
     names = [(path, path.name) for path in files if path.is_file()]
     _close(tracking, run_id, Ending("FINISHED", files=names, metrics=metrics))
     return run_id
-
-
-def finished_before(project: Path, pipeline: str) -> bool:
-    """True when this very pipeline ran to its end and no later run of it is open: outer steps then record
-    nothing.
-    """
-    tracking = client(project)
-    query = f"tags.`plumbline.kind` = 'pipeline' and tags.`plumbline.pipeline` = '{pipeline}'"
-    found = tracking.search_runs(
-        [experiment_id(tracking)], query, order_by=["attributes.start_time DESC"], max_results=1
-    )
-    return bool(found) and found[0].info.status == "FINISHED"
 
 
 def pipeline_fingerprint(params: object) -> str:

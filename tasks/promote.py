@@ -47,6 +47,12 @@ class Uncomputable(Exception):
     """The evidence for a gate is not there."""
 
 
+def _absent(result: Mapping[str, object], what: str) -> Uncomputable:
+    if result.get("status") == "not_run":
+        return Uncomputable("not computed: its stage was not run")
+    return Uncomputable(f"not computed: {result.get('reason') or what}")
+
+
 def number(result: Mapping[str, object], *keys: str) -> float:
     """A number at a place of a result; a missing or non-finite one makes its gate fail."""
     value: object = result
@@ -58,9 +64,7 @@ def number(result: Mapping[str, object], *keys: str) -> float:
         or value != value
         or abs(value) == float("inf")
     ):
-        reason = result.get("reason")
-        missing = f"{'.'.join(keys)} is {'missing' if value is None else value!r}"
-        raise Uncomputable(f"not computed: {reason}" if isinstance(reason, str) and reason else missing)
+        raise _absent(result, f"{'.'.join(keys)} is {'missing' if value is None else value!r}")
     return float(value)
 
 
@@ -68,8 +72,7 @@ def interval(result: Mapping[str, object], key: str = "interval") -> tuple[float
     """The two ends of an interval."""
     value = result.get(key)
     if not isinstance(value, Sequence) or len(value) != 2:
-        reason = result.get("reason")
-        raise Uncomputable(f"not computed: {reason}" if reason else f"{key} is missing")
+        raise _absent(result, f"{key} is missing")
     return float(value[0]), float(value[1])
 
 
@@ -77,7 +80,7 @@ def data_checks(e: Evidence) -> Gate:
     failed = number(e.validate, "checks", "failed")
     asked = int(number(e.validate, "checks", "evaluated"))
     return Gate(
-        "data checks", failed == 0 and asked > 0, failed, None, asked, 0.0, "expectations that failed"
+        "data checks", failed == 0 and asked > 0, failed, None, asked, 0.0, f"{failed:.0f} of {asked} failed"
     )
 
 
@@ -137,7 +140,7 @@ def win_rate(e: Evidence) -> Gate:
 def length_controlled(e: Evidence) -> Gate:
     part = e.evaluate.get("length_controlled")
     if not isinstance(part, dict):
-        raise Uncomputable(str(e.evaluate.get("reason") or "length_controlled is missing"))
+        raise _absent(e.evaluate, "length_controlled is missing")
     estimate, bound = number(part, "estimate"), e.params.min_length_controlled
     passed = estimate > bound
     return Gate(
@@ -153,7 +156,7 @@ def divergence(e: Evidence) -> Gate:
 def regressions(e: Evidence) -> Gate:
     slices = e.evaluate.get("slices")
     if not isinstance(slices, list) or not slices:
-        raise Uncomputable(str(e.evaluate.get("reason") or "slices are missing"))
+        raise _absent(e.evaluate, "slices are missing")
     worse = [str(part["slice"]) for part in slices if part.get("worse") is True]
     bound = e.params.max_regression_slices
     reason = f"significantly worse: {', '.join(worse)}" if worse else "no slice is significantly worse"

@@ -13,7 +13,7 @@ from pathlib import Path
 from tasks import lineage
 from tasks.params import Params
 from tasks.places import Json, file_digest, read_json, stage_folder
-from tasks.registry import CHALLENGER, CHAMPION, Registry, Version
+from tasks.registry import CHALLENGER, CHAMPION, Registry, Version, peek
 from tasks.report import build
 from tasks.stage import Stage, run
 
@@ -60,8 +60,8 @@ def unchanged(project: Path, params: Params) -> bool:
     known, decision = read_json(written), read_json(decided)
     if decision.get("promote") is not True:
         return known.get("registered") is False
-    registry = Registry(project, params.registry.name)
-    version = registry.by_digest(str(decision["candidate"]))
+    versions = peek(project, params.registry.name)
+    version = next((known for known in versions if known.digest == decision["candidate"]), None)
     if version is None:
         return False
     if version.rolled_back:

@@ -17,7 +17,7 @@ from typing import Any
 
 from data.errors import ConfigurationError, InfrastructureError
 from tasks.lineage import client, experiment_id, keep_file, local_path
-from tasks.store import lock
+from tasks.store import lock, rows
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -240,6 +240,21 @@ class Registry:
         run = self._client.create_run(where[0], run_name=f"{stage} (restored by DVC)", tags=tags)
         self._client.set_terminated(run.info.run_id, "FINISHED")
         return str(run.info.run_id)
+
+
+def peek(project: Path, name: str) -> list[Version]:
+    """All versions, read without mlflow where the store is the project's own file."""
+    versions = rows(project, "SELECT version, run_id, source FROM model_versions WHERE name = ?", [name])
+    tags = rows(project, "SELECT version, key, value FROM model_version_tags WHERE name = ?", [name])
+    aliases = rows(project, "SELECT version, alias FROM registered_model_aliases WHERE name = ?", [name])
+    if versions is None or tags is None or aliases is None:
+        return Registry(project, name).versions()
+    found: list[Version] = []
+    for version, run_id, source in sorted(versions, key=lambda row: int(row[0])):
+        own = {key: value for number, key, value in tags if number == version}
+        called = tuple(sorted(alias for number, alias in aliases if number == version))
+        found.append(Version(name, version, own.get("plumbline.digest", ""), run_id, source, called, own))
+    return found
 
 
 def fetch(version: Version) -> Path:

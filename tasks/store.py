@@ -7,9 +7,10 @@ moved or copied, they are rewritten before the first use, so that registered mod
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -72,6 +73,25 @@ def prepare(project: Path, create: Callable[[], None]) -> None:
 def _is_ready(project: Path, marker: Path) -> bool:
     here = str(home(project))
     return marker.is_file() and database(project).is_file() and read_json(marker).get("home") == here
+
+
+def rows(project: Path, query: str, values: Sequence[str]) -> list[tuple[str, ...]] | None:
+    """A look into the SQLite file without mlflow, whose import takes seconds; None where only mlflow can
+    tell.
+
+    For the question that every command starts with, whether anything has to be done at all.
+    """
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return None
+    if not database(project).is_file():
+        return []
+    if not _is_ready(project, home(project) / "store.json"):
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(database(project), timeout=_BUSY_SECONDS)) as connection:
+            return [tuple(map(str, row)) for row in connection.execute(query, values)]
+    except sqlite3.Error:
+        return None
 
 
 def _relocate(path: Path, before: str, here: str) -> None:

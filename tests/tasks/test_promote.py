@@ -105,7 +105,9 @@ def test_what_was_not_run_is_said_with_its_reason() -> None:
     results = changed("evaluate", {"status": "not_run", "reason": "the judge is not good enough"})
     gates = judged(results)
     assert not gates["win rate"].passed
-    assert "not computed: the judge is not good enough" in gates["win rate"].reason
+    assert gates["win rate"].reason == "not computed: its stage was not run"
+    results = changed("evaluate", {"status": "no_verdicts", "reason": "no prompt has a verdict"})
+    assert judged(results)["slices"].reason == "not computed: no prompt has a verdict"
 
 
 def test_the_reward_model_does_not_count_when_pairs_were_trained_on() -> None:
