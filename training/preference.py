@@ -197,7 +197,7 @@ def choose_layout(forward: Forward, trees: Sequence[Tree], reason: str | None) -
     prompts."""
     if reason is not None:
         return False, reason
-    rows = [trees[index] for index in plan(trees, forward.token_budget, True)[0]]
+    rows = [trees[index] for index in plan(trees, forward.token_budget, True)[0][:2]]
     forward.engine.module.eval()
     gap = float((forward.micro(rows, True) - forward.micro(rows, False)).abs().mean())
     forward.engine.module.train()
