@@ -44,6 +44,23 @@ from training.trunk import Trunk
 from training.value import ActorCritic
 
 
+class Clock:
+    """Seconds by part of a step; they go to timing.jsonl."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """What has passed since the last lap belongs to `part`."""
+        now = time.monotonic()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+
 @dataclass
 class Setting:
     """What a run is made of; nothing here changes but the engine's weights."""
@@ -58,6 +75,7 @@ class Setting:
     scoring: Scoring
     checkpoints: Checkpoints
     judge: ScoreModel | None
+    clock: Clock
 
     @property
     def engine(self) -> Engine:
@@ -81,7 +99,10 @@ def roll(setting: Setting, prompts: Sequence[Prompt], group: int, step: int) -> 
         encoded, group, max_new_tokens=setting.params.max_new_tokens, temperature=setting.params.temperature,
         keys=[prompt.id for prompt in prompts], seed=setting.run.seed, step=step,
     )  # fmt: skip
-    return gather(setting.tok, prompts, encoded, rollout, setting.scoring)
+    setting.clock.lap("generate")
+    found = gather(setting.tok, prompts, encoded, rollout, setting.scoring)
+    setting.clock.lap("score")
+    return found
 
 
 def fixed_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experience:
@@ -258,19 +279,22 @@ def _json_number(value: float) -> float | str:
 def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     """One step; returns why the run ends here, if a guard ends it."""
     params, run, engine = setting.params, setting.run, setting.engine
-    began = time.monotonic()
+    clock = setting.clock
+    clock.start()
     found = SAMPLING.get(params.algorithm, fixed_sampling)(setting, state, step)
-    generated = time.monotonic()
     made = signals(setting, found, state["beta"])
+    clock.lap("reference")
     look = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
     values = measure(found, made.ref_logp, engine.sum)
     if look and setting.judge is not None:
         values |= second_opinion(found, setting.judge, engine.sum)
+        clock.lap("judge")
     bad = not math.isfinite(values["reward"]) or not bool(made.advantage.isfinite().all())
     if engine.sum([float(bad)])[0]:
         values["loss"] = math.nan
     else:
         values |= UPDATES.get(params.algorithm, update)(setting, found, made, state["beta"], step)
+    clock.lap("update")
     values["beta"] = state["beta"]
     state["history"].append(values)
     run.metrics(step, {name: _json_number(value) for name, value in values.items()})  # type: ignore[misc]
@@ -282,14 +306,9 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     setting.generator.update(step)
     healthy, reason = answer_guards(setting, state, step)
     run.progress(step, params.steps)
-    seconds = time.monotonic() - began
-    run.timing(
-        step,
-        {
-            "seconds": seconds, "generate_seconds": generated - began,
-            "new_tokens_per_second": values["answers"] * values["length"] / seconds,
-        },
-    )  # fmt: skip
+    seconds = sum(clock.seconds.values())
+    new_tokens = values["answers"] * values["length"]
+    run.timing(step, {"seconds": seconds, "new_tokens_per_second": new_tokens / seconds, **clock.seconds})
     stop = bool(engine.sum([float(run.stop_requested)])[0])
     if reason is not None:
         return reason
@@ -339,7 +358,9 @@ def set_up(run: RunDir) -> Setting:
     )
     judge = ScoreModel.load(run.input("judge")) if "judge" in inputs and params.guards.gap else None
     checkpoints = Checkpoints(run, engine, params.keep)
-    setting = Setting(run, params, tok, prompts, held_out, learner, generator, scoring, checkpoints, judge)
+    setting = Setting(
+        run, params, tok, prompts, held_out, learner, generator, scoring, checkpoints, judge, Clock()
+    )
     if why is not None:
         run.timing(0, {"unshared": why})
     return setting

@@ -15,7 +15,9 @@ from training.generate import (
     BuiltinGenerator,
     DecodingState,
     Rollout,
+    RoomyLayer,
     choose,
+    close_ranks,
     common_prefix,
     merged,
     pad_left,
@@ -169,7 +171,7 @@ def test_choose_follows_the_distribution_at_the_temperature() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
     rows = 20_000
     draws = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1]
-    token, logp = choose(logits.expand(rows, 4), 0.5, draws)
+    token, logp = choose(logits.repeat(rows, 1), 0.5, draws)
     expected = (logits / 0.5).softmax(-1)
     shares = torch.bincount(token, minlength=4) / rows
     assert (shares - expected).abs().max() < 2 / rows
@@ -297,6 +299,24 @@ def test_the_packed_head_gives_the_same_answers_and_leaves(monkeypatch: pytest.M
         changed.answers == generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0).answers
     )
     assert changed.answers != expected.answers
+
+
+def test_the_last_rows_fill_the_gaps() -> None:
+    ended = torch.tensor([False, True, False, True, False, True, False])
+    assert close_ranks(ended).tolist() == [0, 4, 2, 6]
+    assert close_ranks(torch.tensor([True, True, False])).tolist() == [2]
+    assert close_ranks(torch.tensor([False, False, True])).tolist() == [0, 1]
+    keys = torch.arange(7.0)[:, None, None, None].repeat(1, 2, 3, 4)
+    layer = RoomyLayer.like(keys, -keys, torch.arange(7), 5)
+    layer.keep(close_ranks(ended))
+    assert layer.keys[:, 1, 2, 3].tolist() == [0, 4, 2, 6] and layer.values[:, 0, 0, 0].tolist() == [
+        0,
+        -4,
+        -2,
+        -6,
+    ]
+    grown, _ = layer.update(torch.full((4, 2, 1, 4), 9.0), torch.zeros(4, 2, 1, 4))
+    assert grown[:, 0, :, 0].tolist() == [[0, 0, 0, 9], [4, 4, 4, 9], [2, 2, 2, 9], [6, 6, 6, 9]]
 
 
 def test_small_parts() -> None:
