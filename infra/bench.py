@@ -361,7 +361,14 @@ def trl_trainer(spec: dict[str, Any], tok: Any, counts: list[int]) -> Any:
         ]
         sizes = list(map(tokens_of, trees))
         config = trl.DPOConfig(max_length=MAX_LENGTH, beta=BETA["dpo"], **common)
-        kind = trl.DPOTrainer
+
+        class Encoded(trl.DPOTrainer):  # type: ignore[misc]
+            """Takes ids as they are: TRL's own would tokenise text again."""
+
+            def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+                return dataset
+
+        kind = Encoded
     counts += [sum(sizes[start : start + batch]) for start in range(0, len(sizes), batch)]
     dataset = Dataset.from_list(rows)
     trainer = kind(model=spec["model"], args=config, train_dataset=dataset, processing_class=tok)
