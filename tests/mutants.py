@@ -18,7 +18,7 @@ import gc
 import importlib
 import inspect
 import os
-import signal
+import resource
 import sys
 import time
 import tomllib
@@ -40,7 +40,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training.rewards": ("tests/training/test_rewards.py",),
     "training.logprobs": ("tests/training/test_logprobs.py", "tests/training/test_logprobs_edges.py"),
 }
-LIMIT_S = 60.0
+CPU_LIMIT_S = 60  # of a mutant that runs in circles; CPU time, so that a paused machine kills none
 
 BINARY: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -277,17 +277,17 @@ class Campaign:
         tree = ast.parse(Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8"))
         todo, tests = mutants(module, tree), sources(items)
         gc.freeze()  # a collection in a child would touch, and so copy, all of the parent's memory
-        if _wait(*_fork(items, None, tree)) != 0:
+        if _wait(_fork(items, None, tree)) != 0:
             raise SystemExit(f"the tests of {module} fail without any change: mend them first (make test)")
-        running: list[tuple[Mutant, int, float]] = []
+        running: list[tuple[Mutant, int]] = []
         left = list(reversed(todo))
         lived: list[Mutant] = []
         while left or running:
             while left and len(running) < self.jobs:
                 mutant = left.pop()
-                running.append((mutant, *_fork(likely_first(tests, mutant.function), mutant, tree)))
-            mutant, pid, begun = running.pop(0)
-            if _wait(pid, begun) == 0:
+                running.append((mutant, _fork(likely_first(tests, mutant.function), mutant, tree)))
+            mutant, pid = running.pop(0)
+            if _wait(pid) == 0:
                 lived.append(mutant)
                 print(
                     f"  survives  {mutant.function}:{mutant.line}  {mutant.change}",
@@ -297,13 +297,14 @@ class Campaign:
         self.rows.append((module, len(todo), len(lived), time.monotonic() - started))
 
 
-def _fork(items: list[pytest.Item], mutant: Mutant | None, tree: ast.Module) -> tuple[int, float]:
+def _fork(items: list[pytest.Item], mutant: Mutant | None, tree: ast.Module) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         status = 1
         gc.disable()
         try:
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
@@ -312,20 +313,12 @@ def _fork(items: list[pytest.Item], mutant: Mutant | None, tree: ast.Module) -> 
             status = 0 if survives(items) else 1
         finally:
             os._exit(status)
-    return pid, time.monotonic()
+    return pid
 
 
-def _wait(pid: int, begun: float) -> int:
-    """Exit status of a child; one that runs too long is ended and counts as killed."""
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() - begun > LIMIT_S:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return -signal.SIGKILL
-        time.sleep(0.002)
+def _wait(pid: int) -> int:
+    """Exit status of a child; negative when its limit of CPU time ended it, which counts as killed."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # -- the verdict -------------------------------------------------------------------------------------------

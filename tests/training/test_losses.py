@@ -395,6 +395,12 @@ def test_aggregation_by_hand(name: str, expected: float) -> None:
     assert added(name, wider, torch.cat([mask, empty])) == pytest.approx(expected, abs=1e-12)
 
 
+def test_an_answer_of_one_token_is_its_own_mean() -> None:
+    # 5 and the mean of 1 and 2
+    token_losses = torch.tensor([[5.0, 77.0], [1.0, 2.0]], dtype=torch.float64)
+    assert added("sequence_mean", token_losses, token_losses != 77.0) == pytest.approx(3.25, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", sorted(losses.AGGREGATIONS))
 @PROPERTY
 @given(seed=SEEDS)
