@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test test-all check bench mutants ui clean venv help
+.PHONY: run test test-all lint check bench mutants ui clean venv help
 help:            ## what can be made
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
@@ -28,12 +28,13 @@ test: $(READY)   ## the fast tests
 test-all: $(READY) ## every test
 	@$(BIN)/python -m pytest -n 2
 
-check: $(READY)  ## what CI does: lint, types, contracts, dead code, tests, one two-way run, one kill
+lint: $(READY)   ## style, types, import contracts, dead code
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/vulture
-	@$(BIN)/python -m pytest -m "not slow" -n 2
+
+check: lint test ## lint, tests, one two-way run and one kill on the tiny model
 	@$(BIN)/python -m pytest -m "slow" -k "two_ways or killed" tests/flows
 
 mutants: $(READY) ## every mutant of the mathematics dies or is explained
