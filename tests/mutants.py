@@ -38,7 +38,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training.advantages": ("tests/training/test_advantages.py",),
     "training.kl": ("tests/training/test_kl.py",),
     "training.rewards": ("tests/training/test_rewards.py",),
-    "training.logprobs": ("tests/training/test_logprobs.py", "tests/training/test_logprobs_edges.py"),
+    "training.logprobs": tuple(
+        f"tests/training/test_logprobs{part}.py" for part in ("", "_edges", "_frozen")
+    ),
 }
 CPU_LIMIT_S = 60  # of a mutant that runs in circles; CPU time, so that a paused machine kills none
 

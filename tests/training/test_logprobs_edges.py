@@ -112,3 +112,13 @@ def test_a_head_over_a_frozen_backbone_learns() -> None:
     logp_of(model).sum().backward()
     gradient = model.lm_head.weight.grad
     assert gradient is not None and gradient.abs().sum() > 0
+
+
+def test_a_head_whose_weights_are_elsewhere_is_not_read() -> None:
+    # ZeRO-3 marks its partitioned weights and fills them only inside the layer's own forward pass.
+    model = gpt2()
+    model.lm_head.requires_grad_(False)
+    _, head = backbone_and_head(model)
+    assert head.frozen is model.lm_head.weight
+    model.lm_head.weight.ds_id = 7
+    assert head.frozen is None
