@@ -16,11 +16,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
 from data.errors import EXIT_CODES, ConfigurationError, exit_code
 from training import lifeline
+
+_stopped = threading.Event()
+"""Set once a stop signal came: a worker that it met before its handlers were there has not failed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,14 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _forward_stop_signals() -> None:
-    """Workers decide when to leave; the agent sees them end and ends too."""
+    """Workers decide when to leave; the agent sees them end and ends too. Without workers there is nothing
+    to save."""
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for pid in lifeline.children(os.getpid()):
+        _stopped.set()
+        workers = lifeline.children(os.getpid())
+        for pid in workers:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
+        if not workers:
+            os._exit(EXIT_CODES["stopped"])
 
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
 
@@ -71,16 +79,9 @@ def _torchrun(processes: int, module: str, workdir: Path) -> int:
     from torch.distributed.run import get_args_parser, run
 
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command = [
-        "--nproc-per-node",
-        str(processes),
-        *rendezvous,
-        "--max-restarts",
-        "0",
-        "-m",
-        module,
-        str(workdir),
-    ]
+    # The stop signals are forwarded here; the agent's own handler would end the workers after 30 seconds.
+    agent = ["--max-restarts", "0", "--signals-to-handle", "SIGHUP"]
+    command = ["--nproc-per-node", str(processes), *rendezvous, *agent, "-m", module, str(workdir)]
     try:
         run(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -92,6 +93,8 @@ def _failure(workdir: Path, codes: list[int]) -> int:
     """The kind in error.json, else the lowest known code; a signal leaves neither and is infrastructure."""
     with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
         return EXIT_CODES[json.loads((workdir / "error.json").read_text(encoding="utf-8"))["kind"]]
+    if _stopped.is_set():
+        return EXIT_CODES["stopped"]
     known = sorted(code for code in codes if code in EXIT_CODES.values())
     return known[0] if known else EXIT_CODES["infrastructure"]
 
