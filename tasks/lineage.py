@@ -1,10 +1,8 @@
 """What happened, into MLflow: a parent run for the pipeline, a child run for each stage that did work.
 
-The recorder is a thread of its own: importing mlflow takes 1.5 s and a single call 4 to 13 ms, which a stage
-does not wait for, and a tracking store that fails never fails a stage. Metrics are sent in batches that end
-at a step, so after a kill the store knows exactly which steps it has. Runs carry the process that owns them;
-`sweep` closes those whose owner is gone. Inputs and outputs are tags that hold digests, which is how history
-is walked (tasks/history.py).
+Metrics are sent in batches (a single call costs 4 to 13 ms) that end at a step, so after a kill the store
+knows exactly which steps it has. Runs carry the process that owns them; `sweep` closes those whose owner is
+gone. Inputs and outputs are tags that hold digests, which is how history is walked (tasks/history.py).
 """
 
 from __future__ import annotations
@@ -12,19 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlparse
 
-from tasks.places import digest_of, read_json, write_json
-from tasks.process import OFFLINE, gone, identity
+from tasks.follow import Metrics
+from tasks.places import read_json, write_json
+from tasks.process import OFFLINE, gone
 from tasks.publish import link_tree
+from tasks.recorder import MEMORY, Ending, Entry
 from tasks.status import masked, read_status
 from tasks.store import EXPERIMENT, artifacts, lock, prepare, tracking_uri
 from tasks.store import rows as store_rows
@@ -47,6 +44,7 @@ def client(project: Path) -> Any:
     os.environ.update(
         {name: value for name, value in OFFLINE.items() if name.startswith(("MLFLOW", "DO_NOT"))}
     )
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -88,99 +86,41 @@ def retried(action: Callable[[], Result], tries: int = 5) -> Result:
     raise AssertionError("unreachable")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What is known of a stage when it starts."""
+def record(entry: Entry, ending: Callable[[float], Ending | None]) -> str:
+    """Open the stage's run, send its metrics while it works, close it when `ending` tells how; the run's id.
 
-    project: Path
-    stage: str
-    pipeline: str
-    """Fingerprint of the whole pipeline's parameters: the parent run's name."""
-    fingerprint: str
-    owner: str
-    """The process whose life is the pipeline's."""
-    work: Path
-    registry_name: str
-    params: Mapping[str, object] = field(default_factory=dict)
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    """Path below the project -> digest."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """Git commit, digest of dvc.lock, versions, hardware."""
+    `ending` waits for the given seconds and returns None as long as the stage works.
+    """
+    tracking = client(entry.project)
+    sweep(entry.project, tracking)
+    run_id, fresh = retried(lambda: _open_child(tracking, entry))
+    known = _last_step(tracking, run_id) if not fresh else 0
+    rows = Metrics(entry.work / "metrics.jsonl")
+    while (end := ending(_FLUSH_SECONDS)) is None:
+        _flush(tracking, run_id, rows.read(), known)
+    _flush(tracking, run_id, rows.read(), known)
+    _close(tracking, run_id, end)
+    return run_id
 
 
-@dataclass(frozen=True)
-class Ending:
-    """What is known of a stage when it ends."""
+def _flush(tracking: Any, run_id: str, rows: Sequence[tuple[int, dict[str, float]]], known: int) -> None:
+    """Send whole steps in as few calls as possible; a batch ends at a step, so a kill never halves one."""
+    from mlflow.entities import Metric
 
-    status: str
-    """FINISHED, FAILED or KILLED."""
-    reason: str = ""
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    files: Sequence[tuple[Path, str]] = ()
-    """Files and folders to keep as artifacts, with their names there."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Recorder:
-    """The child run of one stage, written by a thread."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.run_id: str | None = None
-        self.error: Exception | None = None
-        self._rows: list[tuple[int, int, dict[str, float]]] = []
-        self._guard = threading.Lock()
-        self._ending: Ending | None = None
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="lineage", daemon=True)
-        self._thread.start()
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep one step's values for the next batch."""
-        with self._guard:
-            self._rows.append((int(time.time() * 1000), step, dict(values)))
-
-    def finish(self, ending: Ending, timeout: float = 600.0) -> None:
-        """Write the rest and close the run; a failure is told, never raised."""
-        self._ending = ending
-        self._wake.set()
-        self._thread.join(timeout)
-        if self.error is not None or self._thread.is_alive():
-            reason = self.error or f"no answer within {timeout:.0f} s"
-            print(f"{self.entry.stage}: lineage is incomplete: {masked(str(reason))}", file=sys.stderr)
-
-    def _work(self) -> None:
-        try:
-            tracking = client(self.entry.project)
-            sweep(self.entry.project, tracking)
-            self.run_id, fresh = retried(lambda: _open_child(tracking, self.entry))
-            known = _last_step(tracking, self.run_id) if not fresh else 0
-            while not self._wake.wait(_FLUSH_SECONDS):
-                self._flush(tracking, known)
-            self._flush(tracking, known)
-            assert self._ending is not None
-            _close(tracking, self.run_id, self._ending)
-        except Exception as error:  # noqa: BLE001 - whatever the store does, the stage goes on
-            self.error = error
-
-    def _flush(self, tracking: Any, known: int) -> None:
-        from mlflow.entities import Metric
-
-        with self._guard:
-            rows, self._rows = self._rows, []
-        batch: list[Any] = []
-        for when, step, values in rows:
-            if step <= known:
-                continue  # sent before the kill that this run goes on from
-            points = [Metric(_name(key), value, when, step) for key, value in values.items()]
-            if batch and len(batch) + len(points) > _BATCH:
-                _send(tracking, self.run_id, batch)
-                batch = []
-            batch += points
-        _send(tracking, self.run_id, batch)
+    batch: list[Any] = []
+    when = int(time.time() * 1000)
+    for step, values in rows:
+        if step <= known:
+            continue  # sent before the kill that this run goes on from
+        points = [Metric(_name(key), value, when, step) for key, value in values.items()]
+        if batch and len(batch) + len(points) > _BATCH:
+            _send(tracking, run_id, batch)
+            batch = []
+        batch += points
+    _send(tracking, run_id, batch)
 
 
-def _send(tracking: Any, run_id: str | None, batch: list[Any]) -> None:
+def _send(tracking: Any, run_id: str, batch: list[Any]) -> None:
     if batch:
         retried(lambda: tracking.log_batch(run_id, metrics=batch))
 
@@ -191,7 +131,7 @@ def _name(key: str) -> str:
 
 def _open_child(tracking: Any, entry: Entry) -> tuple[str, bool]:
     """The stage's run: the one that a kill left, when the work goes on, else a new one. True when new."""
-    memory = entry.work / "run.json"
+    memory = entry.work / MEMORY
     with lock(entry.project, "tracking"):
         parent = _open_parent(tracking, entry)
         tags = {
@@ -200,7 +140,7 @@ def _open_child(tracking: Any, entry: Entry) -> tuple[str, bool]:
             "plumbline.stage": entry.stage,
             "plumbline.fingerprint": entry.fingerprint,
             "plumbline.pipeline": entry.pipeline,
-            "plumbline.owner": identity(os.getpid()),
+            "plumbline.owner": entry.process,
             **{f"plumbline.in.{path}": digest for path, digest in entry.inputs.items()},
             **entry.facts,
         }
@@ -381,8 +321,3 @@ def close_parent(
     names = [(path, path.name) for path in files if path.is_file()]
     _close(tracking, run_id, Ending("FINISHED", files=names, metrics=metrics))
     return run_id
-
-
-def pipeline_fingerprint(params: object) -> str:
-    """The name of a pipeline: the digest of all its parameters."""
-    return digest_of(params)

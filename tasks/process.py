@@ -38,6 +38,10 @@ OFFLINE = {
 }
 
 
+SPARED: set[int] = set()
+"""Our own children that outlive a training program: the recorder."""
+
+
 def identity(pid: int) -> str:
     """`host/pid/create_time`, which no other process can have, not even after a restart; empty when it is
     gone.
@@ -151,7 +155,8 @@ class Program:
         """End everything that this process started and that is still there."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            left = [child for child in psutil.Process().children(recursive=True) if _runs(child)]
+            below = psutil.Process().children(recursive=True)
+            left = [child for child in below if child.pid not in SPARED and _runs(child)]
             if not left:
                 return
             for child in left:

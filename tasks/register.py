@@ -14,7 +14,7 @@ from tasks import lineage
 from tasks.params import Params
 from tasks.places import Json, file_digest, read_json, stage_folder
 from tasks.registry import CHALLENGER, CHAMPION, Registry, Version, peek
-from tasks.report import build
+from tasks.report import newest
 from tasks.stage import Stage, run
 
 
@@ -107,7 +107,7 @@ def body(stage: Stage) -> None:
     decision = stage.result_of("promote", "decision.json")
     outcome, version = carry_out(stage.project, stage.params, decision)
     stage.publish_result(outcome, file="register.json")
-    report = build(stage.project)
+    report = newest(stage.project)
     where = f" as {version.name} version {version.version}" if version is not None else ""
     print(f"register: {outcome['alias'] or 'not promoted'}{where}: {outcome['reason']}")
     files = [report, *(stage.project / name for name in ("params.yaml", "dvc.yaml", "dvc.lock"))]

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.params import FILE, load
 from tasks.places import Json, home, read_json, stage_folder, write_text
 from tasks.plots import Plot, draw_all
+from tasks.registry import peek
 from tasks.status import masked
 
 RESULTS = {
@@ -92,7 +94,8 @@ def gate_evidence(gate: Mapping[str, object]) -> str:
     """Estimate, interval, n and threshold of a gate as one text."""
     parts = []
     if gate.get("estimate") is not None:
-        parts.append(_number(gate["estimate"]))
+        value = gate["estimate"]
+        parts.append(f"{value:.0f}" if isinstance(value, float) and value.is_integer() else _number(value))
     ends = gate.get("interval")
     if isinstance(ends, Sequence) and len(ends) == 2:
         parts.append(f"[{_number(ends[0])}, {_number(ends[1])}]")
@@ -106,13 +109,29 @@ def gate_evidence(gate: Mapping[str, object]) -> str:
 def build(project: Path) -> Path:
     """Write report.html and report.md; returns the page."""
     folder = home(project) / "reports"
-    rows = summary(project)
+    rows = summary(project, registered_version(project))
     tables = _tables(project)
     plots = draw_all(project)
     page = folder / "report.html"
     write_text(page, masked(_html(rows, tables, plots)))
     write_text(folder / "report.md", masked(markdown(rows, tables)))
     return page
+
+
+def registered_version(project: Path) -> str | None:
+    """The registry's number for the candidate of the published outputs."""
+    candidate = results(project)["register"].get("candidate")
+    name = load(project).registry.name if (project / FILE).is_file() else None
+    versions = peek(project, name) if name and candidate else []
+    return next((version.version for version in versions if version.digest == candidate), None)
+
+
+def newest(project: Path) -> Path:
+    """The report, made again only when an output is younger (register writes its own at every run)."""
+    page = home(project) / "reports" / "report.html"
+    files = [stage_folder(project, stage) / RESULTS.get(stage, "result.json") for stage in ORDER[:-1]]
+    times = [file.stat().st_mtime for file in files if file.is_file()]
+    return page if page.is_file() and page.stat().st_mtime >= max(times, default=0) else build(project)
 
 
 @dataclass(frozen=True)
@@ -143,6 +162,14 @@ def _tables(project: Path) -> list[Table]:
     if isinstance(reasons, dict) and reasons:
         body = [[str(reason), str(count)] for reason, count in sorted(reasons.items())]
         tables.append(Table("Refused rows", ("reason", "rows"), body))
+    calibrated = [
+        [s, _n(r[s], "accuracy"), _n(_part(r[s], "calibration"), "confidence_mean"), _ece(r[s])]
+        for s in ("reward", "judge")
+        if r[s].get("calibration")
+    ]
+    if calibrated:
+        head = ("", "accuracy", "mean confidence", "expected error")
+        tables.append(Table("Calibration", head, calibrated))
     digests = [[s, str(r[s].get("digest"))] for s in ORDER if r[s].get("digest")]
     tables.append(Table("Digests", ("stage", "sha256 of the model"), digests))
     tables += _samples(project)
@@ -272,8 +299,12 @@ def _counts(result: Json) -> str:
 
 
 def _before_after(result: Json) -> str:
-    before, after = _n(result, "reward_before"), _n(result, "reward_after")
-    return "-" if before == after == "-" else f"{before} -> {after}"
+    """On the held-out prompts, or, where none were held out, in the first and the last step."""
+    pairs = (("reward_before", "reward_after", ""), ("reward_first", "reward_last", " (first and last step)"))
+    for before, after, where in pairs:
+        if _n(result, before) != "-" and _n(result, after) != "-":
+            return f"{_n(result, before)} -> {_n(result, after)}{where}"
+    return "-"
 
 
 def _part(result: Json, key: str) -> Json:
@@ -286,6 +317,10 @@ def _why(result: Json) -> str:
     if status == "not_run":
         return f"not run: {reason}"
     return str(reason) if reason and status != "trained" else ""
+
+
+def _ece(result: Json) -> str:
+    return _n(_part(result, "calibration"), "ece")
 
 
 def _n(result: Mapping[str, object], key: str) -> str:

@@ -38,10 +38,10 @@ from data.errors import (
 )
 from tasks import facts, process
 from tasks.follow import Metrics
-from tasks.lineage import Ending, Entry, Recorder, pipeline_fingerprint
 from tasks.params import FILE, Params, flat, load
 from tasks.places import STAGES, Json, digest, digest_of, home, read_json, root, stage_folder, write_json
 from tasks.publish import check_writable, dvc_digest, link_tree, locked_outputs, publish, tidy, work_lock
+from tasks.recorder import Ending, Entry, Recorder
 from tasks.status import Status, masked
 
 Body = Callable[["Stage"], None]
@@ -190,10 +190,8 @@ class Stage:
     def _read(self, rows: Metrics) -> str:
         """Hand on what is new; returns a line that says where the program is."""
         new = rows.read()
-        for step, values in new:
+        for _, values in new:
             self.status.metrics(values)
-            if self.recorder is not None:
-                self.recorder.metrics(step, values)
         file = self.work / "progress.json"
         where = read_json(file) if file.is_file() else self.status.value["progress"]
         self.status.update(progress=where, run_id=self.recorder.run_id if self.recorder else None)
@@ -269,7 +267,7 @@ def begin(project: Path, name: str, status: Status, stop: Stop) -> Stage:
     work = home(project) / "work" / name / fingerprint[:16]
     work.mkdir(parents=True, exist_ok=True)
     status.update(fingerprint=fingerprint)
-    pipeline = pipeline_fingerprint(params.model_dump(mode="json"))
+    pipeline = digest_of(params.model_dump(mode="json"))
     return Stage(name, project, params, work, fingerprint, pipeline, inputs, status, stop)
 
 
@@ -325,11 +323,18 @@ def _alone(project: Path, name: str) -> FileLock:
 def _entry(stage: Stage) -> Entry:
     keys = read_dag(stage.project)[stage.name].params
     return Entry(
-        project=stage.project, stage=stage.name, pipeline=stage.pipeline, fingerprint=stage.fingerprint,
-        owner=process.owner(), work=stage.work, registry_name=stage.params.registry.name,
-        params=flat({key: _value(stage.params, key) for key in keys}), inputs=stage.inputs,
+        project=stage.project,
+        stage=stage.name,
+        pipeline=stage.pipeline,
+        fingerprint=stage.fingerprint,
+        owner=process.owner(),
+        process=process.identity(os.getpid()),
+        work=stage.work,
+        registry_name=stage.params.registry.name,
+        params=flat({key: _value(stage.params, key) for key in keys}),
+        inputs=stage.inputs,
         facts=facts.gather(stage.project),
-    )  # fmt: skip
+    )
 
 
 def _outputs(stage: Stage) -> dict[str, str]:

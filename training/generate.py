@@ -13,7 +13,6 @@ of a matrix product: about one token in a million lies that close to a boundary)
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,21 +22,14 @@ import numpy
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from training.batches import cannot_share
-from training.logprobs import Head, backbone_and_head
+from training.decoding import DecodingState, PackedHead
+from training.logprobs import backbone_and_head
 from training.models import is_lora
 from training.trunk import Trunk, gather_states
 
 MAX_ROWS = 128
 """Answers decoded together; wider no longer pays on a CPU, and the cache grows with it."""
-MIN_PACKED = 8192
-"""Rows of an LM head from which packing it pays."""
-PACKED_ROWS = 64
-"""Answers that the packed layout is made for; it works for any number."""
-MIN_PREFIX = 8
-"""Tokens that all prompts must open with before they are computed apart."""
 
 
 @dataclass
@@ -163,7 +155,9 @@ class BuiltinGenerator:
             self.trunk.recording() if self.trunk else nullcontext([])
         )
         with record as seen:
-            ids, logps, length, went = self._decode(prompts, group, max_new_tokens, temperature, seeds)
+            ids, logps, length, went, known = self._decode(
+                prompts, group, max_new_tokens, temperature, seeds, seen
+            )
         rows = [
             (
                 ids[: length[row], row].tolist(),
@@ -174,8 +168,7 @@ class BuiltinGenerator:
         ]
         if not self.trunk:
             return rows, []
-        lengths = length.view(-1, group).tolist()
-        return rows, gather_states(seen, prompts, lengths, went)
+        return rows, gather_states(known, seen, length.view(-1, group).tolist(), went)
 
     def _decode(
         self,
@@ -184,12 +177,13 @@ class BuiltinGenerator:
         max_new_tokens: int,
         temperature: float,
         seeds: numpy.typing.NDArray[numpy.uint64],
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Ids and log-probabilities [max_new_tokens, N], lengths [N], and which answers each step went on
-        with."""
+        seen: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """Ids and log-probabilities [max_new_tokens, N], lengths [N], which answers each step went on with,
+        and the prompts' states."""
         backbone, head = backbone_and_head(self._model)
         state = DecodingState(backbone, head, self._pad)
-        logits = state.prefill(prompts, group, max_new_tokens)
+        logits, known = state.prefill(prompts, group, max_new_tokens, seen)
         device = logits.device
         stops = self._stops.to(device)
         count = len(prompts) * group
@@ -215,7 +209,7 @@ class BuiltinGenerator:
                 state.keep(order.to(device))
             went.append(active)
             logits = state.step(token)
-        return ids, logps, length, went
+        return ids, logps, length, went, known
 
 
 def choose(
@@ -314,205 +308,3 @@ def merged(model: Any) -> Iterator[None]:
     finally:
         for weight, data in swapped:
             weight.data = data
-
-
-class PackedHead:
-    """The LM head in the layout that a CPU multiplies best while few rows are decoded.
-
-    It is the one matrix that fits in no cache: packed, 57 GFLOP/s were measured where the ordinary layout
-    gave 31 (64 rows, one thread, 49152 x 576). Small heads, other devices and types are left alone.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[int, int] | None = None
-        self._weight: Tensor | None = None
-
-    @contextmanager
-    def in_place(self, model: Any) -> Iterator[None]:
-        """The model's head computes with the packed weights for as long as this lasts."""
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        linear = inner.get_output_embeddings()
-        weight: Tensor = linear.weight
-        usable = (
-            type(linear) is nn.Linear
-            and weight.device.type == "cpu"
-            and weight.dtype == torch.float32
-            and weight.shape[0] >= MIN_PACKED
-            and getattr(linear, "bias", None) is None
-            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        )
-        if not usable:
-            yield
-            return
-        # The version counts changes in place: a head that learns is packed again after each step.
-        known = (weight.data_ptr(), weight._version)
-        if known != self._known:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
-            self._known = known
-        linear.forward = self._multiply
-        try:
-            yield
-        finally:
-            del linear.forward
-
-    def _multiply(self, hidden: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            hidden = hidden.float()
-        logits: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, None, "none", [], "")
-        return logits
-
-
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer in a buffer that has room for the whole answer."""
-
-    def __init__(self, keys: Tensor, values: Tensor, used: int) -> None:
-        super().__init__()
-        self._keys, self._values, self.used = keys, values, used
-        self.is_initialized = True
-        self.keys, self.values = keys[:, :, :used], values[:, :, :used]
-
-    @classmethod
-    def like(cls, keys: Tensor, values: Tensor, rows: Tensor, room: int) -> RoomyLayer:
-        """Chosen rows (repeated, too) of some keys and values, with room for more positions."""
-        used = keys.shape[2]
-        roomy = [
-            torch.empty(
-                len(rows), old.shape[1], used + room, old.shape[3], dtype=old.dtype, device=old.device
-            )
-            for old in (keys, values)
-        ]
-        for new, old in zip(roomy, (keys, values), strict=True):
-            new[:, :, :used] = old[rows]
-        return cls(roomy[0], roomy[1], used)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Writes the new positions behind the old ones and returns all."""
-        end = self.used + key_states.shape[2]
-        self._keys[:, :, self.used : end] = key_states
-        self._values[:, :, self.used : end] = value_states
-        self.used = end
-        self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
-        return self.keys, self.values
-
-    def keep(self, order: Tensor) -> None:
-        """Goes on with these rows: those that stay where they are cost nothing."""
-        count = len(order)
-        moved = (order != torch.arange(count, device=order.device)).nonzero()[:, 0]
-        for whole in (self._keys, self._values):
-            whole[moved, :, : self.used] = whole[order[moved], :, : self.used]
-        self._keys, self._values = self._keys[:count], self._values[:count]
-        self.keys, self.values = self.keys[:count], self.values[:count]
-
-
-class DecodingState:
-    """Cache, mask and positions of a batch of answers that grow token by token."""
-
-    def __init__(self, backbone: nn.Module, head: Head, pad_id: int) -> None:
-        self._backbone, self._head, self._pad = backbone, head, pad_id
-        self._device = next(backbone.parameters()).device
-        names = inspect.signature(backbone.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._takes_positions = "position_ids" in names
-        self._plain = cannot_share(backbone) is not None
-        """Recurrent layers, sliding windows and the like: transformers' own cache and masks."""
-        self._cache: Any = None
-        self._mask = torch.zeros(0, 0, dtype=torch.bool)
-        self._next = torch.zeros(0, dtype=torch.long)
-
-    def prefill(self, prompts: Sequence[list[int]], group: int, room: int) -> Float[Tensor, "N V"]:
-        """Computes each prompt once, spreads it over its samples; logits of the first token."""
-        rows = torch.arange(len(prompts), device=self._device).repeat_interleave(group)
-        if self._plain:
-            return self._prefill_plain(prompts, rows, room)
-        prefix = common_prefix(prompts)
-        cache: Any = None
-        if prefix:
-            opening = torch.tensor([prompts[0][:prefix]], device=self._device)
-            cache = DynamicCache(config=self._backbone.config)
-            self._forward(opening, torch.arange(prefix, device=self._device)[None], None, cache)
-        rest = [prompt[prefix:] for prompt in prompts]
-        ids, present = pad_left(rest, self._pad, self._device)
-        width = ids.shape[1]
-        spread = torch.zeros(len(prompts), dtype=torch.long, device=self._device)
-        if prefix:
-            cache = Cache(layers=[RoomyLayer.like(x.keys, x.values, spread, width) for x in cache.layers])
-        else:
-            cache = DynamicCache(config=self._backbone.config)
-        positions = prefix + present.cumsum(1).sub(1).clamp(min=0)
-        opened = torch.ones(len(prompts), prefix, dtype=torch.bool, device=self._device)
-        seen = torch.cat([opened, present], 1)
-        hidden = self._forward(ids, positions, prefill_mask(seen, width), cache)
-        self._mask = torch.cat([seen, seen.new_ones(len(prompts), room)], 1)[rows]
-        self._next = torch.tensor([len(prompt) for prompt in prompts], device=self._device)[rows]
-        self._cache = Cache(layers=[RoomyLayer.like(x.keys, x.values, rows, room) for x in cache.layers])
-        logits: Tensor = self._head(hidden[:, -1])
-        return logits[rows]
-
-    def _prefill_plain(self, prompts: Sequence[list[int]], rows: Tensor, room: int) -> Tensor:
-        """Every sample's prompt, padded on the left, in a cache of transformers' making."""
-        ids, present = pad_left([prompts[int(row)] for row in rows], self._pad, self._device)
-        self._cache = DynamicCache(config=self._backbone.config)
-        self._mask = torch.cat([present, present.new_ones(len(rows), room)], 1)
-        self._next = present.sum(1)
-        hidden = self._forward(ids, present.cumsum(1).sub(1).clamp(min=0), present, self._cache)
-        self._width = ids.shape[1]
-        return self._head(hidden[:, -1])
-
-    def step(self, token: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """Logits after one more token a row."""
-        seen = self._seen() + 1
-        mask = self._mask[:, :seen] if self._plain else self._mask[:, None, None, :seen]
-        hidden = self._forward(token[:, None], self._next[:, None], mask, self._cache)
-        self._next = self._next + 1
-        self._width = seen
-        return self._head(hidden[:, -1])
-
-    def _seen(self) -> int:
-        return self._width if self._plain else int(self._cache.layers[0].used)
-
-    def keep(self, rows: Int[Tensor, " K"]) -> None:
-        """Drops finished rows."""
-        if self._plain:
-            for layer in self._cache.layers:
-                layer.batch_select_indices(rows)
-        else:
-            for layer in self._cache.layers:
-                layer.keep(rows)
-        self._mask, self._next = self._mask[rows], self._next[rows]
-
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True, self._cache_name: cache}
-        if self._takes_positions:
-            inputs["position_ids"] = positions
-        hidden: Tensor = self._backbone(**inputs).last_hidden_state
-        return hidden
-
-
-def common_prefix(prompts: Sequence[list[int]]) -> int:
-    """Tokens that all prompts open with, at most the shortest less one; 0 where that is no gain."""
-    if len(prompts) < 2:
-        return 0
-    first, last = min(prompts), max(prompts)
-    limit = min(len(prompt) for prompt in prompts) - 1
-    length = next((at for at in range(limit) if first[at] != last[at]), limit)
-    return length if length >= MIN_PREFIX else 0
-
-
-def pad_left(
-    rows: Sequence[Sequence[int]], pad_id: int, device: torch.device
-) -> tuple[Int[Tensor, "N W"], Bool[Tensor, "N W"]]:
-    """Ids with their ends aligned, and where they are real."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    return ids, torch.arange(width, device=device) >= (width - lengths)[:, None]
-
-
-def prefill_mask(seen: Bool[Tensor, "N S"], width: int) -> Bool[Tensor, "N 1 W S"]:
-    """Causal over the last `width` positions and blind to padding; padding sees itself, no row is empty."""
-    total = seen.shape[1]
-    query = torch.arange(total - width, total, device=seen.device)[:, None]
-    key = torch.arange(total, device=seen.device)[None]
-    allowed = (key <= query) & seen[:, None, :] | (key == query)
-    return allowed[:, None]

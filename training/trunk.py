@@ -107,29 +107,22 @@ def lay_out(
 
 
 def gather_states(
-    seen: Sequence[Tensor],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Tensor],
+    steps: Sequence[Tensor],
     lengths: Sequence[Sequence[int]],
     rows: Sequence[Tensor],
 ) -> list[States]:
-    """What `recording` saw while a batch was generated, by tree.
+    """States of each prompt and of its answers, put together as trees.
 
-    seen: the opening that all prompts share (where there is one), the prompts' rest padded on the left, then
-    a token a step; rows: which answers each step went on with; lengths: tokens of each prompt's answers.
+    prompts: one a prompt; steps: what `recording` saw of each token after them; rows: which answers each step
+    went on with; lengths: tokens of each prompt's answers.
     """
-    opening = seen[0] if len(seen) == len(rows) + 2 else None
-    rest, steps = seen[len(seen) - len(rows) - 1], seen[len(seen) - len(rows) :]
     group = len(lengths[0])
-    width = rest.shape[2]
     longest = max(max(each) for each in lengths)
-    tokens = rest.new_zeros(len(prompts) * group, longest, width)
+    tokens = prompts[0].new_zeros(len(prompts) * group, longest, prompts[0].shape[1])
     for position, (step, going) in enumerate(zip(steps, rows, strict=True)):
         tokens[going, position] = step[:, 0]
-    found = []
-    for index, prompt in enumerate(prompts):
-        start = 0 if opening is None else opening.shape[1]
-        parts = [] if opening is None else [opening[0]]
-        parts.append(rest[index, rest.shape[1] - (len(prompt) - start) :])
-        parts += [tokens[index * group + sample, :length] for sample, length in enumerate(lengths[index])]
-        found.append(torch.cat(parts))
-    return found
+    return [
+        torch.cat([prompt, *(tokens[index * group + n, :length] for n, length in enumerate(lengths[index]))])
+        for index, prompt in enumerate(prompts)
+    ]

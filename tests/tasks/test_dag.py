@@ -21,6 +21,7 @@ OBSERVERS = {
         for name in ("lineage", "registry", "status", "follow", "facts", "store", "process")
     ),
     *(f"tasks/{name}.py" for name in ("places", "publish", "params", "report", "plots", "history")),
+    "tasks/recorder.py",
     "data/errors.py",
     "training/lifeline.py",
     "training/launch.py",

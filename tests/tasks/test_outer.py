@@ -11,11 +11,11 @@ import pytest
 
 from data.errors import ConfigurationError, InfrastructureError
 from tasks import champion, register, sources
-from tasks.lineage import Ending
 from tasks.params import load, write_overrides
 from tasks.places import digest, read_json, stage_folder, write_json
+from tasks.recorder import Ending
 from tasks.registry import Registry
-from tests.tasks.test_lineage import record
+from tests.tasks.test_lineage import recorded
 
 
 def weights(project: Path, stage: str, text: str) -> str:
@@ -34,7 +34,7 @@ def trained(project: Path) -> tuple[Path, str, str]:
     """A project with an SFT model and a candidate, the candidate's run recorded."""
     sft, candidate = weights(project, "sft", "sft"), weights(project, "optimize", "candidate")
     ending = Ending("FINISHED", outputs={"data/stages/optimize/model": candidate})
-    record(project, ending, stage="optimize")
+    recorded(project, ending, stage="optimize")
     write_json(stage_folder(project, "evaluate") / "result.json", {"win_rate": 0.6, "interval": [0.52, 0.68]})
     return project, sft, candidate
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from data.errors import ConfigurationError, InfrastructureError, PlumblineError
-from tasks.lineage import Ending
 from tasks.places import digest
+from tasks.recorder import Ending
 from tasks.registry import Registry, Version, fetch
-from tests.tasks.test_lineage import record
+from tests.tasks.test_lineage import recorded
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def add(registry: Registry, text: str, **tags: str) -> Version:
     model.mkdir(exist_ok=True)
     (model / "weights").write_text(text)
     key = digest(model)
-    run = record(
+    run = recorded(
         registry.project, Ending("FINISHED", outputs={"data/stages/optimize/model": key}), stage=text
     )
-    return registry.register(key, model, str(run.run_id), tags)
+    return registry.register(key, model, run, tags)
 
 
 def test_a_version_is_a_set_of_weights(registry: Registry) -> None:

@@ -71,6 +71,12 @@ def pids(project: Path) -> list[int]:
     return [int(pid) for pid in (work(project) / "pids").read_text().split()]
 
 
+def recorders(project: Path) -> list[int]:
+    """Lineage programs of this project that still run."""
+    here, found = str(project), psutil.process_iter(["cmdline", "cwd"])
+    return [p.pid for p in found if p.info["cwd"] == here and "tasks.recorder" in (p.info["cmdline"] or [])]
+
+
 def all_gone(numbers: list[int], seconds: float = 5) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -185,7 +191,7 @@ def test_kill_9_leaves_no_process_and_the_next_run_goes_on(project: Path, whom: 
     launcher, program = pids(project)
     os.kill({"stage": process.pid, "launcher": launcher, "program": program}[whom], signal.SIGKILL)
     process.communicate(timeout=30)
-    assert all_gone([process.pid, launcher, program])
+    assert all_gone([process.pid, launcher, program, *recorders(project)])
     if whom == "stage":
         assert runs(project)[0][0] == "RUNNING"
         sweep(project)

@@ -11,17 +11,13 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.training.tiny import gpt2, llama
 from training.batches import Tree, collate
 from training.config import LoraParams
+from training.decoding import DecodingState, RoomyLayer, common_prefix, openings, pad_left
 from training.generate import (
     BuiltinGenerator,
-    DecodingState,
     Rollout,
-    RoomyLayer,
     choose,
     close_ranks,
-    common_prefix,
     merged,
-    pad_left,
-    prefill_mask,
     prompt_key,
     row_seed,
     uniforms,
@@ -283,7 +279,7 @@ def test_gradient_checkpointing_does_not_switch_the_cache_off() -> None:
 def test_the_packed_head_gives_the_same_answers_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharp(llama(vocab=60)).eval()
     expected = generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
-    monkeypatch.setattr("training.generate.MIN_PACKED", 1)
+    monkeypatch.setattr("training.decoding.MIN_PACKED", 1)
     engine = generator(model)
     calls: list[int] = []
     multiply = engine._packed._multiply
@@ -306,8 +302,8 @@ def test_the_last_rows_fill_the_gaps() -> None:
     assert close_ranks(ended).tolist() == [0, 4, 2, 6]
     assert close_ranks(torch.tensor([True, True, False])).tolist() == [2]
     assert close_ranks(torch.tensor([False, False, True])).tolist() == [0, 1]
-    keys = torch.arange(7.0)[:, None, None, None].repeat(1, 2, 3, 4)
-    layer = RoomyLayer.like(keys, -keys, torch.arange(7), 5)
+    keys = torch.arange(7.0)[:, None, None, None].repeat(1, 2, 8, 4)
+    layer = RoomyLayer(keys, -keys.clone(), 3)
     layer.keep(close_ranks(ended))
     assert layer.keys[:, 1, 2, 3].tolist() == [0, 4, 2, 6] and layer.values[:, 0, 0, 0].tolist() == [
         0,
@@ -326,5 +322,5 @@ def test_small_parts() -> None:
     assert common_prefix([[1] * 20]) == 0
     ids, present = pad_left([[5], [6, 7]], 0, torch.device("cpu"))
     assert ids.tolist() == [[0, 5], [6, 7]] and present.tolist() == [[False, True], [True, True]]
-    mask = prefill_mask(torch.tensor([[True, False, True]]), 2)
-    assert mask[0, 0].tolist() == [[True, True, False], [True, False, True]]
+    found = openings([[1] * 9 + [2], [5, 6], [1] * 9 + [3, 4], [7] * 12])
+    assert found == [(9, [0, 2]), (0, [1, 3])]
