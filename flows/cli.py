@@ -88,7 +88,7 @@ def run(
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option("--profile", help="Name in profiles/ or a YAML file, written over params.yaml first."),
+        typer.Option("--profile", help="Name in profiles/ or a YAML file, which becomes params.yaml first."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.sub=value, written into params.yaml.")

@@ -25,7 +25,7 @@ from rich.table import Table
 from data.errors import EXIT_CODES, Kind, PlumblineError
 from flows.dag import read_dag
 from flows.secrets import mask
-from tasks.params import Params, load, parse, profile_path, read_raw
+from tasks.params import Params, load, parse, read_profile
 from tasks.places import home
 from tasks.publish import check_writable
 from training.config import OptimizeParams
@@ -87,17 +87,7 @@ def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 def _params(project: Path, profile: str | None) -> Params:
     if profile is None:
         return load(project)
-    return parse(merged(read_raw(project / "params.yaml"), read_raw(profile_path(project, profile))), profile)
-
-
-def merged(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:
-    """Nested keys of `over` win; neither is changed."""
-    result = dict(base)
-    for key, value in over.items():
-        known = result.get(key)
-        both = isinstance(known, dict) and isinstance(value, dict)
-        result[key] = merged(dict(known), dict(value)) if both else value  # type: ignore[call-overload]
-    return result
+    return parse(read_profile(project, profile), profile)
 
 
 def _python() -> Finding:

@@ -184,7 +184,8 @@ def _fields(loc: Sequence[object]) -> dict[str, FieldInfo]:
 def write_overrides(project: Path, overrides: Sequence[str] = (), profile: str | None = None) -> list[str]:
     """Write a profile, then `key.sub=value` overrides, into params.yaml; returns the keys that changed.
 
-    Checked before anything is written: a fault leaves the file as it was.
+    A profile is whole: a key that neither it nor what it extends sets goes back to its default. All is
+    checked before anything is written: a fault leaves the file as it was.
     """
     path = project / FILE
     with FileLock(home(project) / "params.lock", timeout=60):
@@ -196,9 +197,8 @@ def write_overrides(project: Path, overrides: Sequence[str] = (), profile: str |
         changed: list[str] = []
         where = FILE
         if profile is not None:
-            file = profile_path(project, profile)
-            where = file.name
-            _merge(tree, read_raw(file), "", changed)
+            where = profile_path(project, profile).name
+            _become(tree, read_profile(project, profile), "", changed)
         for override in overrides:
             where = "override"
             key, value = _split(override)
@@ -225,6 +225,35 @@ def profile_path(project: Path, profile: str) -> Path:
     )
 
 
+EXTENDS = "extends"
+
+
+def read_profile(project: Path, profile: str) -> dict[str, object]:
+    """A profile as plain data: its own keys over those of the profile that its `extends` names, if any.
+
+    Sections that none of them has are there and empty: DVC wants to see what a stage depends on.
+    """
+    chain: list[Path] = []
+    found: dict[str, object] = {}
+    name: object = profile
+    while name is not None:
+        file = profile_path(project, str(name))
+        if file in chain:
+            raise ConfigurationError(
+                f"{file}: extends {name!r}, a circle; a chain of profiles must end at one without `extends`"
+            )
+        chain.append(file)
+        own = read_raw(file)
+        name = own.pop(EXTENDS, None)
+        if name is not None and not isinstance(name, str):
+            raise ConfigurationError(f"{file}: {EXTENDS} = {name!r}; expected the name of one profile")
+        found = merged(own, found)
+    sections = {
+        name: {} if field.default_factory else field.default for name, field in Params.model_fields.items()
+    }
+    return merged(sections, found)
+
+
 def _split(override: str) -> tuple[str, object]:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
@@ -248,12 +277,27 @@ def _set(tree: CommentedMap, key: str, value: object, changed: list[str]) -> Non
         changed.append(key)
 
 
-def _merge(tree: CommentedMap, profile: Mapping[str, object], prefix: str, changed: list[str]) -> None:
-    for key, value in profile.items():
-        if isinstance(value, dict) and value:
-            _merge(tree, value, f"{prefix}{key}.", changed)
-        else:
-            _set(tree, f"{prefix}{key}", value, changed)
+def _become(tree: CommentedMap, wanted: Mapping[str, object], prefix: str, changed: list[str]) -> None:
+    """Make a section equal to plain data; comments of the keys that stay survive."""
+    for key in [key for key in tree if key not in wanted]:
+        del tree[key]
+        changed.append(f"{prefix}{key}")
+    for key, value in wanted.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _become(tree[key], value, f"{prefix}{key}.", changed)
+        elif key not in tree or tree[key] != value or isinstance(tree[key], bool) != isinstance(value, bool):
+            tree[key] = value
+            changed.append(f"{prefix}{key}")
+
+
+def merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """Nested keys of `over` win; neither is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        known = result.get(key)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        result[key] = merged(dict(known), dict(value)) if both else value  # type: ignore[call-overload]
+    return result
 
 
 def flat(section: Mapping[str, object], prefix: str = "") -> dict[str, object]:

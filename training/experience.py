@@ -174,9 +174,9 @@ def build_scorers(params: RewardsParams, reward: Path | None) -> list[Scorer]:
 
 def _scorer(scorer: ScorerParams, params: RewardsParams, reward: Path | None) -> Scorer:
     if scorer.kind == "function":
-        return FunctionScorer(scorer.name, scorer.dimension, scorer.path, params.timeout)
+        return FunctionScorer(scorer.name, scorer.dimension, scorer.path, params.timeout, params.error_limit)
     if scorer.kind == "http":
-        return HttpScorer(scorer.name, scorer.dimension, scorer.path, params.timeout)
+        return HttpScorer(scorer.name, scorer.dimension, scorer.path, params.timeout, params.error_limit)
     folder = Path(scorer.path) if scorer.path else reward
     if folder is None:
         raise ConfigurationError(
@@ -185,8 +185,9 @@ def _scorer(scorer: ScorerParams, params: RewardsParams, reward: Path | None) ->
     ensemble = rewards.ENSEMBLES[params.ensemble]
     extra = {"lam": params.ensemble_lam} if params.ensemble == "uncertainty" else {}
     return LearnedScorer(
-        scorer.name, scorer.dimension, ScoreModel.load(folder), lambda members: ensemble(members, **extra)
-    )
+        scorer.name, scorer.dimension, ScoreModel.load(folder),
+        lambda members: ensemble(members, **extra), params.error_limit,
+    )  # fmt: skip
 
 
 def answered(tok: PreTrainedTokenizerBase, prompts: Sequence[Prompt], rollout: Rollout) -> list[Answered]:

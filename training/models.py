@@ -268,9 +268,12 @@ def _audit(folder: Path, weights: Mapping[str, Tensor], model: Any | None, dtype
     bound = SAME_WEIGHTS_KL[dtype]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, saved.config.get_text_config().vocab_size, (1, 32), generator=generator)
+    training = model.training
+    model.eval()  # dropout, also that of adapters, is no part of the function
     with torch.no_grad():
         ours = model(input_ids=ids.to(device()), use_cache=False).logits.float().log_softmax(-1).cpu()
         theirs = saved.to(torch.float32)(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    model.train(training)
     kl = float((ours.exp() * (ours - theirs)).sum(-1).mean())
     if not kl <= bound:
         raise InfrastructureError(

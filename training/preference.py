@@ -275,7 +275,6 @@ def main(run: RunDir) -> None:
     for step in range(first, total):
         _step(trainer, checkpoints, state, step, total)
     after = held_out(params, test, forward.logps([item.tree for item in test]), test_ref)
-    engine.module.eval()  # the audit of what is saved compares two forward passes: without dropout
     folder = run.path / "model"
     weights = engine.full_state(model)
     if engine.rank == 0:

@@ -418,7 +418,6 @@ def publish(setting: Setting, state: dict[str, Any], reason: str | None) -> None
     for scorer in setting.scoring.scorers:
         scorer.close()
     if engine.rank == 0:
-        setting.learner.model.eval()
         merge_and_save(setting.learner.model, setting.tok, folder, saved_dtype(run.config), weights)
         history = state["history"]
         run.finish(

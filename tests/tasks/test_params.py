@@ -99,23 +99,37 @@ def test_a_wrong_override_leaves_the_file_as_it_was(project: Path, override: str
     assert (project / FILE).read_bytes() == before
 
 
-def test_a_profile_is_merged_key_by_key_and_overrides_win(project: Path) -> None:
+def test_a_profile_is_whole_and_overrides_win(project: Path) -> None:
+    """What params.yaml had before and the profile does not name is a default again."""
     (project / "profiles").mkdir()
-    (project / "profiles" / "big.yaml").write_text(
-        "sft: {batch: 64, lora: {rank: 64}}\noptimize: {steps: 900}\n", encoding="utf-8"
+    (project / "profiles" / "base.yaml").write_text(
+        "sft: {batch: 32, lora: {rank: 64}}\noptimize: {prompts: 5}\n", encoding="utf-8"
     )
+    (project / "profiles" / "big.yaml").write_text(
+        "extends: base\nsft: {batch: 64}\noptimize: {steps: 900}\n", encoding="utf-8"
+    )
+    write_overrides(project, ["sft.lr=7e-3", "sft.lora=null", "reward.epochs=9"])
     changed = write_overrides(project, ["optimize.steps=10"], profile="big")
-    assert changed == ["sft.batch", "sft.lora.rank", "optimize.steps", "optimize.steps"]
+    assert {"sft.lr", "sft.batch", "sft.lora", "optimize.prompts", "reward"} <= {
+        ".".join(key.split(".")[:2]) if not key.startswith("reward") else "reward" for key in changed
+    }
     params = load(project)
     assert params.sft.lora is not None
-    assert (params.sft.batch, params.sft.lora.rank, params.sft.lr, params.optimize.steps) == (
-        64,
-        64,
-        1e-3,
-        10,
-    )
-    with pytest.raises(ConfigurationError, match="known: big"):
+    assert (params.sft.batch, params.sft.lora.rank, params.optimize.prompts) == (64, 64, 5)
+    assert (params.sft.lr, params.reward.epochs) == (Params().sft.lr, Params().reward.epochs)
+    assert params.optimize.steps == 10
+    with pytest.raises(ConfigurationError, match="known: base, big"):
         write_overrides(project, profile="bigger")
+
+
+def test_profiles_that_extend_each_other_are_refused(project: Path) -> None:
+    (project / "profiles").mkdir()
+    for name, other in (("one", "two"), ("two", "one")):
+        (project / "profiles" / f"{name}.yaml").write_text(f"extends: {other}\n", encoding="utf-8")
+    before = (project / FILE).read_bytes()
+    with pytest.raises(ConfigurationError, match="a circle"):
+        write_overrides(project, profile="one")
+    assert (project / FILE).read_bytes() == before
 
 
 def test_writers_wait_for_each_other(project: Path) -> None:

@@ -266,6 +266,7 @@ def test_scorers_by_kind() -> None:
     )
     function, service = build_scorers(params, None)
     assert isinstance(function, FunctionScorer) and isinstance(service, HttpScorer)
+    assert function.tally.limit == service.tally.limit == RewardsParams().error_limit < 1
     assert function.score(answers(["four"], 1))[0][0] == Outcome("score", 4.0)
     function.close()
     service.close()

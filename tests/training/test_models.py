@@ -87,6 +87,15 @@ def test_published_folder_loads_anywhere_and_is_the_same_twice(
     assert [path.name for path in (tmp_path / "one").iterdir() if path.name.startswith(".")] == []
 
 
+def test_dropout_is_no_part_of_what_is_published(tmp_path: Path) -> None:
+    """The audit compares functions: a model in training with dropout is the same one."""
+    model = load_policy(save_policy(tmp_path / "base"), "fp32", LoraParams(rank=2, dropout=0.5))
+    shaken(model).train()
+    merge_and_save(model, byte_tokenizer(), tmp_path / "model", torch.float32)
+    assert model.training
+    assert load_causal(tmp_path / "model", torch.float32) is not None
+
+
 def test_bfloat16_is_published_within_its_bound(tmp_path: Path) -> None:
     merge_and_save(shaken(llama()), byte_tokenizer(), tmp_path / "model", torch.bfloat16)
     assert load_causal(tmp_path / "model", torch.bfloat16).dtype == torch.bfloat16
