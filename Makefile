@@ -34,7 +34,7 @@ lint: $(READY)   ## style, types, import contracts, dead code
 	@$(BIN)/lint-imports
 	@$(BIN)/vulture
 
-check: lint test ## lint, tests, one two-way run and one kill on the tiny model
+check: lint test ## what CI does: lint, tests, one two-way run and one kill on the tiny model
 	@$(BIN)/python -m pytest -m "slow" -k "two_ways or killed" tests/flows
 
 mutants: $(READY) ## every mutant of the mathematics dies or is explained
