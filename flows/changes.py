@@ -19,6 +19,7 @@ from tasks.params import Params, load
 from tasks.places import digest_of, file_digest, home, read_json, stage_folder, write_json
 from tasks.store import database
 
+NEVER = "has not run yet"
 _REGISTRY = ("registered_models", "registered_model_aliases", "model_versions", "model_version_tags")
 _PUBLISHED = (
     "champion/champion.json",
@@ -42,15 +43,19 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     except PlumblineError as error:
         # Not knowing is a reason to run: the stages themselves will say what is wrong.
         found = {"dvc": [str(error)]}
-    for stage, reason in outer.items():
-        found.setdefault(stage, []).append(reason)
+    known = dvc.read_lock(project)
+    for step in dag:
+        if step.name not in known and (step.name in found or step.name in outer):
+            found[step.name] = [NEVER]
+        elif step.name in outer:
+            found.setdefault(step.name, []).append(outer[step.name])
     return found
 
 
 def _outer(project: Path, name: str) -> str:
     """Why an outer step has to run, "" when it would change nothing."""
     if not stage_folder(project, name).is_dir():
-        return "has not run yet"
+        return NEVER
     try:
         if name == "sources":
             from tasks import sources

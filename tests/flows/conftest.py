@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.conftest import ROOT
 
 FOLDER = "ein Projekt é è"
 PARAMS = "seed: {seed}\npipeline: {{retries: 1, grace_seconds: 20}}\n"
+CALLS_OUTSIDE = Path(tempfile.gettempdir()) / f"calls-outside-{os.getpid()}.txt"
+"""Tries to leave this machine, by any process that a test's command starts (loopback/sitecustomize.py)."""
 QUIET = {"core.analytics": "false", "core.check_update": "false"}
 
 
@@ -100,7 +103,10 @@ def environment() -> dict[str, str]:
     known = {
         k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "PLUMBLINE_", "MLFLOW_TRACKING"))
     }
-    return {**known, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        **known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).with_name("loopback")),
+        "CALLS_OUTSIDE": str(CALLS_OUTSIDE),
+    }  # fmt: skip
 
 
 def command(project: Path, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
@@ -118,6 +124,11 @@ def started(project: Path, *arguments: str) -> subprocess.Popen[str]:
             [sys.executable, "-m", "flows.cli", *arguments], cwd=project, env=environment(), text=True,
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+
+def calls_outside() -> list[str]:
+    """Tries of commands in copied projects to reach anything but loopback; all were refused."""
+    return CALLS_OUTSIDE.read_text(encoding="utf-8").splitlines() if CALLS_OUTSIDE.exists() else []
 
 
 def processes_of(project: Path) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from flows import dvc
-from tests.flows.conftest import FOLDER, command, environment, processes_of, started
+from tests.flows.conftest import FOLDER, calls_outside, command, environment, processes_of, started
 from tests.flows.tiny_project import make_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -61,6 +61,7 @@ def test_two_ways_give_the_same_digests(undisturbed: Path, by_flow: tuple[Path, 
     assert "tiny 1" in said
     assert processes_of(project) == []
     assert no_run_is_open(project)
+    assert calls_outside() == []
 
     begun = time.monotonic()
     idle = command(project, "run")
