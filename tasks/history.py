@@ -59,13 +59,25 @@ def _head(version: Version) -> Link:
 
 def _circumstances(run: Any) -> list[Link]:
     tags = run.data.tags
-    facts = (
-        ("git commit", tags.get("mlflow.source.git.commit", "unknown"), "git_changed"),
-        ("dvc.lock", tags.get("plumbline.dvc_lock", "unknown"), "fingerprint"),
-        ("versions", "", "versions"),
-        ("hardware", "", "hardware"),
-    )
-    return [Link(1, what, digest, None, tags.get(f"plumbline.{tag}", "")) for what, digest, tag in facts]
+    changed = tags.get("plumbline.git_changed")
+    words = {"true": "with changes that are not committed", "false": "as committed"}
+    return [
+        Link(1, "git commit", tags.get("mlflow.source.git.commit", "unknown"), None, words.get(changed, "")),
+        Link(
+            1,
+            "dvc.lock",
+            tags.get("plumbline.dvc_lock", "unknown"),
+            None,
+            tags.get("plumbline.fingerprint", ""),
+        ),
+        Link(1, "versions", "", None, _listed(tags.get("plumbline.versions", ""))),
+        Link(1, "hardware", "", None, _listed(tags.get("plumbline.hardware", ""))),
+    ]
+
+
+def _listed(text: str) -> str:
+    """A tag's JSON object as `name value, name value`."""
+    return ", ".join(f"{name} {value}" for name, value in json.loads(text).items()) if text else ""
 
 
 def _walk(tracking: Any, where: str, run: Any, depth: int, seen: set[tuple[str, str]]) -> Iterator[Link]:
