@@ -8,6 +8,7 @@ an error there, never a surprise at step 164. Types are strict: `"8"` is no numb
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -344,6 +345,49 @@ class GuardParams(Section):
     max_rollbacks: int = Field(2, ge=0, description="rollbacks before the next one is a stop")
 
 
+class GeneratorParams(Section):
+    """What answers are sampled with on policy (training/generate.py, training/generate_vllm.py)."""
+
+    kind: Literal["builtin", "vllm"] = Field(
+        "builtin", description="builtin: the trained module itself; vllm: an extra, needs an accelerator"
+    )
+    mode: Literal["colocated", "server"] = Field(
+        "colocated", description="vllm in the trainer's process, or a server that you have started"
+    )
+    url: str = Field("", description="server: where it listens, http://HOST:PORT")
+    folder: str = Field(
+        "", description="server: where weights are handed over, seen by both; empty: the run's work folder"
+    )
+    timeout: float = Field(600.0, gt=0, description="server: seconds that all prompts of a call may take")
+    requests: int = Field(64, ge=1, description="server: prompts under way at the same time, a rank")
+    memory_share: float = Field(
+        0.3, gt=0, lt=1, description="colocated: share of the device's memory for vLLM's weights and cache"
+    )
+    sleep: bool = Field(
+        True, description="colocated: weights to CPU memory and no cache while the trainer works"
+    )
+    canaries: int = Field(4, ge=1, description="prompts that both sides score after each update")
+    gap: float | None = Field(
+        None, gt=0, description="bound of the mean |logp difference| a token; null: 1e-3, .05 in bf16"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        serves = self.kind == "vllm" and self.mode == "server"
+        parts = urlsplit(self.url)
+        if serves and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username):
+            raise ValueError(
+                "generator.mode: server needs generator.url: http://HOST:PORT, no user name in it (a key "
+                "goes into the environment variable VLLM_API_KEY)"
+            )
+        if not serves and (self.url or self.folder):
+            raise ValueError(
+                "generator.url and generator.folder belong to kind: vllm, mode: server, these are "
+                f"{self.kind} and {self.mode}; take them out, or set both"
+            )
+        return self
+
+
 Algorithm = Literal[
     "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp",
     "dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo", "online_dpo",
@@ -381,6 +425,7 @@ class OptimizeParams(Section):
     ppo: PpoParams = Field(default_factory=PpoParams)
     preference: PreferenceParams = Field(default_factory=PreferenceParams)
     rewards: RewardsParams = Field(default_factory=RewardsParams)
+    generator: GeneratorParams = Field(default_factory=GeneratorParams)
     guards: GuardParams = Field(default_factory=GuardParams)
     rounds: int = Field(
         4, ge=1, description="batches of prompts that DAPO's dynamic sampling tries for one step"
@@ -412,6 +457,11 @@ class OptimizeParams(Section):
         if self.prompts < self.processes:
             raise ValueError(
                 f"prompts ({self.prompts}) must be >= processes ({self.processes}): each rank needs one"
+            )
+        if self.generator.kind == "vllm" and self.generator.mode == "colocated" and self.engine.zero == 3:
+            raise ValueError(
+                "generator.mode: colocated wants the whole policy on each rank, engine.zero: 3 shards it: "
+                "set generator.mode: server, or engine.zero: 2"
             )
         if self.algorithm in ON_PAIRS - {"orpo"} and self.beta == 0:
             raise ValueError(

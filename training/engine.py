@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -210,6 +211,16 @@ class Engine:
                 if self.rank == 0:
                     state[name] = parameter.detach().to("cpu", copy=True)
         return state
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it the weights are whole on every rank (ZeRO-3), so that ranks may work at their own pace;
+        every rank must enter and leave it."""
+        if self.params.zero != 3:
+            yield
+            return
+        with _import_deepspeed().zero.GatheredParameters(list(self._module.parameters())):
+            yield
 
     def save(self, folder: Path) -> None:
         """Writes weights that train, optimizer state, schedule and the world size; every rank calls it."""

@@ -63,8 +63,9 @@ class Generator(Protocol):
         ids)."""
         ...
 
-    def update(self, version: int) -> None:
-        """The policy's weights have changed: answers from now on come from `version`, or this raises."""
+    def update(self, version: int) -> dict[str, float]:
+        """The policy's weights have changed: answers from now on come from `version`, or this raises. Returns
+        what was measured of it, for the metrics of the next step."""
         ...
 
 
@@ -93,8 +94,9 @@ class BuiltinGenerator:
         self.trunk = trunk
         self._packed = PackedHead()
 
-    def update(self, version: int) -> None:
+    def update(self, version: int) -> dict[str, float]:
         """Nothing to do: these are the trained weights."""
+        return {}
 
     @torch.no_grad()
     def generate(

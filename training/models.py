@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -176,26 +176,33 @@ def reference(model: Any) -> Reference:
     return Reference(model)
 
 
-def merged_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Full weights under the plain model's names: W + alpha/rank B A in float32 where there are adapters.
+def merged_items(model: Any, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Full weights under the plain model's names, one after the other: W + alpha/rank B A in float32 where
+    there are adapters.
 
     `state` replaces the model's own tensors where those are sharded (ZeRO-3).
     """
-    tensors = dict(model.state_dict() if state is None else state)
-    if not is_lora(model):
-        return tensors
-    for name, module in model.named_modules():
-        if not hasattr(module, "lora_A"):
+    tensors: Mapping[str, Tensor] = model.state_dict() if state is None else state
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    for name, tensor in tensors.items():
+        if ".lora_" in name:
             continue
-        down, up = (tensors[f"{name}.lora_{half}.default.weight"].float() for half in "AB")
-        delta = module.scaling["default"] * (up @ down)
-        weight = f"{name}.base_layer.weight"
-        tensors[weight] = tensors[weight].float() + (delta.T if module.fan_in_fan_out else delta)
-    plain = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    return {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
-        for name, tensor in plain.items()
-    }
+        layer = adapted.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None and name.endswith(".base_layer.weight"):
+            tensor = tensor.float() + _delta(layer, name.removesuffix(".base_layer.weight"), tensors)
+        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
+
+
+def _delta(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """What the adapters of a layer add to its weight, in float32."""
+    down, up = (tensors[f"{name}.lora_{half}.default.weight"].float() for half in "AB")
+    delta: Tensor = layer.scaling["default"] * (up @ down)
+    return delta.T if layer.fan_in_fan_out else delta
+
+
+def merged_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """All of `merged_items` at once."""
+    return dict(merged_items(model, state))
 
 
 def plain_copy(model: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> Any:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError, Stopped
 from data.records import Prompt, read_records
-from training import advantages, guards, kl, preflight
+from training import advantages, generate_vllm, guards, kl, preflight
 from training.batches import Tree, cannot_share, epoch_order
 from training.chat import encode_prompt, load_tokenizer, stop_ids, template_hash
 from training.checkpoint import Checkpoints
@@ -285,7 +284,7 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     made = signals(setting, found, state["beta"])
     clock.lap("reference")
     look = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
-    values = measure(found, made.ref_logp, engine.sum)
+    values = measure(found, made.ref_logp, engine.sum) | state["generator"]
     if look and setting.judge is not None:
         values |= second_opinion(found, setting.judge, engine.sum)
         clock.lap("judge")
@@ -303,25 +302,30 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
             state["beta"], values["kl"], target=params.kl.target, count=int(values["answers"]),
             horizon=params.kl.horizon,
         )  # fmt: skip
-    setting.generator.update(step)
     healthy, reason = answer_guards(setting, state, step)
     run.progress(step, params.steps)
     seconds = sum(clock.seconds.values())
     new_tokens = values["answers"] * values["length"]
-    run.timing(step, {"seconds": seconds, "new_tokens_per_second": new_tokens / seconds, **clock.seconds})
     stop = bool(engine.sum([float(run.stop_requested)])[0])
-    if reason is not None:
-        return reason
-    if stop or step % params.checkpoint_every == 0 or step == params.steps:
-        setting.checkpoints.save(step, state, healthy=healthy)
-    if stop and step < params.steps:
+    if reason is None:
+        if stop or step % params.checkpoint_every == 0 or step == params.steps:
+            setting.checkpoints.save(step, state, healthy=healthy)
+        clock.lap("checkpoint")
+        # After the guards, whose rollback changes the weights too, and after the checkpoint, which a dead
+        # generator must not cost.
+        if not stop or step == params.steps:
+            state["generator"] = setting.generator.update(step)
+        clock.lap("weights")
+    run.timing(step, {"seconds": seconds, "new_tokens_per_second": new_tokens / seconds, **clock.seconds})
+    if stop and reason is None and step < params.steps:
         raise Stopped(f"stopped after step {step} of {params.steps}; run again to go on from there")
-    return None
+    return reason
 
 
 def set_up(run: RunDir) -> Setting:
     """Reads everything, builds everything."""
     params = run.params(OptimizeParams)
+    generate_vllm.require(params.generator)
     source = run.input("model")
     tok = load_tokenizer(source)
     rows = list(read_records(run.input("prompts"), Prompt))
@@ -345,12 +349,10 @@ def set_up(run: RunDir) -> Setting:
         min_lr_share=params.min_lr_share, weight_decay=params.weight_decay, clip_norm=params.clip_norm,
     )  # fmt: skip
     why = cannot_share(model)
-    trunk = Trunk.of(model) if params.engine.zero < 3 else None
+    trunk = Trunk.of(model) if params.engine.zero < 3 and params.generator.kind == "builtin" else None
     learner = Learner(engine, model, frozen, params, int(tok.pad_token_id), why is None, trunk)
-    generator = BuiltinGenerator(
-        model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(params.precision),
-        gathered=getattr(engine, "gathered", nullcontext), trunk=trunk,
-    )  # fmt: skip
+    encoded = [encode_prompt(tok, row.prompt) for row in prompts[: params.generator.canaries]]
+    generator = build_generator(run, learner, tok, encoded)
     inputs = run.config["inputs"]
     learned = run.input("reward") if "reward" in inputs else None
     scoring = Scoring(
@@ -366,10 +368,24 @@ def set_up(run: RunDir) -> Setting:
     return setting
 
 
+def build_generator(
+    run: RunDir, learner: Learner, tok: PreTrainedTokenizerBase, canaries: Sequence[list[int]]
+) -> Generator:
+    """What params.generator names."""
+    params, stops = learner.params, stop_ids(tok)
+    if params.generator.kind == "vllm":
+        return generate_vllm.connect(learner, stops, canaries, run.input("model"), run.path, run.seed)
+    return BuiltinGenerator(
+        learner.model, stops, learner.pad_id, autocast=lambda: autocast(params.precision),
+        gathered=learner.engine.gathered, trunk=learner.trunk,
+    )  # fmt: skip
+
+
 def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
     """Goes on from the last checkpoint, or starts: preflight, held-out reward, a first checkpoint."""
     run, params = setting.run, setting.params
     resumed = setting.checkpoints.resume()
+    generated = setting.generator.update(0 if resumed is None else resumed[0])
     trees = [Tree(row.id, encode_prompt(setting.tok, row.prompt), []) for row in setting.prompts[:2]]
     measured = preflight.policy(setting.learner, setting.generator, trees, run.seed, fresh=resumed is None)
     bound = preflight.SHARED_BOUND[resolve(params.precision)]
@@ -380,7 +396,7 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
         if isinstance(setting.generator, BuiltinGenerator):
             setting.generator.trunk = None
     if resumed is not None:
-        return resumed
+        return resumed[0], {**resumed[1], "generator": generated}
     run.journal(
         "start", prompts=len(setting.prompts), held_out=len(setting.held_out), steps=params.steps,
         precision=resolve(params.precision), shared_prompts=setting.learner.shared,
@@ -390,6 +406,7 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
     )  # fmt: skip
     state: dict[str, Any] = {
         "drawn": 0, "beta": params.beta, "history": [], "answered": {}, "seen": [], "rollbacks": 0,
+        "generator": generated,
         "reward_before": held_out_reward(setting),
     }  # fmt: skip
     setting.checkpoints.save(0, state)
