@@ -67,9 +67,22 @@ class LoraParams(Section):
     target: Literal["all-linear", "attention"] = Field(
         "all-linear", description="which matrices; all linear ones do best [2305.14314]"
     )
+    quantise: Literal["nf4", "int8"] | None = Field(
+        None,
+        description="frozen base in 4 bits (double quantised [2305.14314]) or 8 [2208.07339], with the extra "
+        "qlora; null: not",
+    )
     layers: int | None = Field(
         None, ge=1, description="only the last so many layers: the backward pass ends there; null: all"
     )
+
+
+def _check_quantised(lora: LoraParams | None, engine: EngineParams) -> None:
+    if lora is not None and lora.quantise and engine.zero == 3:
+        raise ValueError(
+            f"lora.quantise: {lora.quantise} with engine.zero: 3: packed weights can't be sharded; set "
+            "engine.zero: 2 or less"
+        )
 
 
 class SftParams(Section):
@@ -115,6 +128,7 @@ class SftParams(Section):
                 f"max_prompt ({self.max_prompt}) must be below max_length ({self.max_length}): "
                 "no token is left for the answer; lower max_prompt or raise max_length"
             )
+        _check_quantised(self.lora, self.engine)
         return self
 
 
@@ -185,6 +199,11 @@ class RewardParams(Section):
     def _heads(self) -> Self:
         if len(set(self.heads)) != len(self.heads):
             raise ValueError(f"heads names a dimension twice: {list(self.heads)}; name each once")
+        if self.lora is not None and self.lora.quantise:
+            raise ValueError(
+                f"lora.quantise: {self.lora.quantise} is for sft and optimize; a reward model's base stays "
+                "whole: set lora.quantise: null"
+            )
         return self
 
 
@@ -462,6 +481,12 @@ class OptimizeParams(Section):
             raise ValueError(
                 "generator.mode: colocated wants the whole policy on each rank, engine.zero: 3 shards it: "
                 "set generator.mode: server, or engine.zero: 2"
+            )
+        _check_quantised(self.lora, self.engine)
+        if self.generator.kind == "vllm" and self.lora is not None and self.lora.quantise:
+            raise ValueError(
+                f"lora.quantise: {self.lora.quantise} with generator.kind: vllm: what is trained and what "
+                "would be served differ by the quantisation's error; set one of the two otherwise"
             )
         if self.algorithm in ON_PAIRS - {"orpo"} and self.beta == 0:
             raise ValueError(

@@ -25,12 +25,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from data.errors import ConfigurationError, DivergenceError, InfrastructureError
+from training import quantised
 from training.config import LoraParams, Precision
 
 ATTENTION = r".*\.(q_proj|k_proj|v_proj|o_proj|out_proj|c_attn|qkv_proj|query_key_value)"
 SAME_WEIGHTS_KL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Mean KL in nats a token allowed between the trained model and its saved copy: rounding of the weights, no
 more."""
+QUANTISED_FACTOR = 3.0
+"""Under QLoRA the published model may differ from the trained one by so many times what quantising does to
+the base: adapters learn on top of its error and are published without it."""
 
 
 def device() -> torch.device:
@@ -75,14 +79,14 @@ def saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return kinds[name]
 
 
-def load_causal(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+def load_causal(path: Path | str, dtype: torch.dtype, **extra: Any) -> PreTrainedModel:
     """A causal LM from a local folder; a weight that the file does not hold is an error, never a random
-    number."""
+    number. `extra`: for from_pretrained."""
     disable_progress_bar()
     set_verbosity_error()  # Missing weights are an error here, not a table on the screen.
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, output_loading_info=True
+            str(path), dtype=dtype, local_files_only=True, output_loading_info=True, **extra
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no causal language model could be loaded ({error})") from error
@@ -98,7 +102,10 @@ def load_policy(
     """A causal LM ready to be trained, on this rank's device: all of it in float32, or adapters on a frozen
     base."""
     frozen = torch.bfloat16 if lora and resolve(precision) == "bf16" else torch.float32
-    model: Any = load_causal(path, frozen)
+    extra = quantised.settings(lora.quantise, frozen, device()) if lora and lora.quantise else {}
+    model: Any = load_causal(path, frozen, **extra)
+    if extra:
+        model.quantised_from = str(path)
     model.config.use_cache = False
     if lora:
         model = add_lora(model, lora)
@@ -180,20 +187,31 @@ def merged_items(model: Any, state: Mapping[str, Tensor] | None = None) -> Itera
     """Full weights under the plain model's names, one after the other: W + alpha/rank B A in float32 where
     there are adapters.
 
-    `state` replaces the model's own tensors where those are sharded (ZeRO-3).
+    `state` replaces the model's own tensors where those are sharded (ZeRO-3). A packed base (QLoRA) is read
+    again from where it came: W is what was quantised, not what quantising left of it.
     """
-    tensors: Mapping[str, Tensor] = model.state_dict() if state is None else state
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    for name, tensor in tensors.items():
+    own: Mapping[str, Tensor] = model.state_dict() if state is None else state
+    folder = quantised.source(model)
+    base = own if folder is None else load_causal(folder, torch.float32).state_dict()
+    adapted = {
+        _plain(f"{name}.weight"): (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    for name, tensor in base.items():
         if ".lora_" in name:
             continue
-        layer = adapted.get(name.removesuffix(".base_layer.weight"))
-        if layer is not None and name.endswith(".base_layer.weight"):
-            tensor = tensor.float() + _delta(layer, name.removesuffix(".base_layer.weight"), tensors)
-        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
+        plain = _plain(name)
+        if plain in adapted:
+            tensor = tensor.float() + _delta(*adapted[plain], own).to(tensor.device)
+        yield plain, tensor
 
 
-def _delta(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _delta(name: str, layer: Any, tensors: Mapping[str, Tensor]) -> Tensor:
     """What the adapters of a layer add to its weight, in float32."""
     down, up = (tensors[f"{name}.lora_{half}.default.weight"].float() for half in "AB")
     delta: Tensor = layer.scaling["default"] * (up @ down)
@@ -214,6 +232,8 @@ def plain_copy(model: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | Non
             raise DivergenceError(f"the trained model's {name} is empty or not finite; nothing was published")
     config = copy.deepcopy(inner.config)
     config.dtype, config.use_cache, config._name_or_path = dtype, True, ""
+    if quantised.source(model):
+        del config.quantization_config
     with torch.device("meta"):
         clean = type(inner)(config)
     if getattr(inner, "pooler", clean) is None:
@@ -272,22 +292,32 @@ def _audit(folder: Path, weights: Mapping[str, Tensor], model: Any | None, dtype
         )
     if model is None:
         return
-    bound = SAME_WEIGHTS_KL[dtype]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, saved.config.get_text_config().vocab_size, (1, 32), generator=generator)
     training = model.training
     model.eval()  # dropout, also that of adapters, is no part of the function
-    with torch.no_grad():
-        ours = model(input_ids=ids.to(device()), use_cache=False).logits.float().log_softmax(-1).cpu()
-        theirs = saved.to(torch.float32)(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    bound = SAME_WEIGHTS_KL[dtype]
+    packed = quantised.source(model)
+    if packed:
+        with model.disable_adapter():
+            bound += QUANTISED_FACTOR * _difference(model, load_causal(packed, torch.float32))
+    kl = _difference(model, saved.to(torch.float32))
     model.train(training)
-    kl = float((ours.exp() * (ours - theirs)).sum(-1).mean())
     if not kl <= bound:
         raise InfrastructureError(
             f"{folder}: the saved model differs from the trained one by {kl:.2g} nats a token (bound "
-            f"{bound}); "
-            f"save in float32 (model.dtype: float32) or train fewer steps"
+            f"{bound:.2g}); save in float32 (model.dtype: float32)"
+            + (", set lora.quantise: int8 or null" if packed else "")
+            + " or train fewer steps"
         )
+
+
+@torch.no_grad()
+def _difference(ours: Any, theirs: Any) -> float:
+    """Mean KL in nats a token of a model on its device to one on the CPU, over 32 random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, theirs.config.get_text_config().vocab_size, (1, 32), generator=generator)
+    first = ours(input_ids=ids.to(device()), use_cache=False).logits.float().log_softmax(-1).cpu()
+    second = theirs(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    return float((first.exp() * (first - second)).sum(-1).mean())
 
 
 def digest(folder: Path) -> str:

@@ -91,6 +91,15 @@ def check_rollout(made: Any, trained: Learner, temperature: float) -> None:
     assert made.states is None
 
 
+def in_order(made: Any, engine: Any) -> bool:
+    """Whether samples are where the engine's index says; the stand-in hands them out backwards."""
+    for one in list(engine.asked):
+        again = engine.sample(one["prompt"], one)
+        if made.answers[PROMPTS.index(one["prompt"])] != [sample["token_ids"] for sample in again]:
+            return False
+    return True
+
+
 def test_answers_of_a_server_are_in_order_with_the_trainers_logp(
     folder: Path, served: tuple[str, Api], tmp_path: Path
 ) -> None:
@@ -108,6 +117,7 @@ def test_answers_of_a_server_are_in_order_with_the_trainers_logp(
     full = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert all(one.items() >= full.items() for one in asked), "nothing reshapes the distribution"
     assert all(one["stop_token_ids"] == STOPS for one in asked)
+    assert in_order(made, api.engine)
     # 62 bits and 3 samples more stay inside an int64.
     assert all(0 <= one["seed"] < 2**62 for one in asked)
 
@@ -145,7 +155,9 @@ def test_an_engine_in_the_process_sleeps_while_the_trainer_works(
     assert llm.asleep
     assert generator.update(1)["generator_gap"] < 1e-5
     assert llm.asleep
-    check_rollout(generate(generator), trained, 1.0)
+    made = generate(generator)
+    check_rollout(made, trained, 1.0)
+    assert in_order(made, llm.engine)
     assert llm.asleep and llm.calls == ["sleep 1", "wake"] * 2 + ["sleep 1"]
     settings = llm.settings
     assert settings["logprobs_mode"] == "processed_logprobs" and settings["generation_config"] == "vllm"
@@ -372,6 +384,7 @@ def lines(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_generates_on_the_server_with_its_own_weights_even_after_a_rollback(
     folder: Path, served: tuple[str, Api], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +416,7 @@ def test_a_run_generates_on_the_server_with_its_own_weights_even_after_a_rollbac
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_empty_costs_one_step(
     folder: Path, served: tuple[str, Api], tmp_path: Path
 ) -> None:
