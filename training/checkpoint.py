@@ -44,7 +44,7 @@ class Checkpoints:
         out."""
         name = f"step-{step:08d}"
         unfinished = self._folder / f".{name}.unfinished"
-        if self._engine.rank == 0:
+        if self._engine.first:
             self._folder.mkdir(parents=True, exist_ok=True)
             for old in self._folder.glob(".*.unfinished"):
                 shutil.rmtree(old)
@@ -52,9 +52,9 @@ class Checkpoints:
             unfinished.mkdir()
         self._engine.barrier()
         self._engine.save(unfinished)
-        torch.save(_randomness(), unfinished / f"random-{self._engine.rank}.pt")
+        torch.save(_randomness(), unfinished / f"random-{self._engine.process}.pt")
         self._engine.barrier()
-        if self._engine.rank == 0:
+        if self._engine.first:
             torch.save(dict(state), unfinished / "state.pt")
             self._seal(unfinished, step, healthy, score)
             shutil.rmtree(self._folder / name, ignore_errors=True)
@@ -98,7 +98,7 @@ class Checkpoints:
         if not healthy:
             return None
         loaded = self._load(healthy[-1], rewind=False)
-        if self._engine.rank == 0:
+        if self._engine.first:
             for marker in self._complete():
                 if marker["step"] > loaded[0]:
                     shutil.rmtree(self._path(marker))
@@ -109,7 +109,7 @@ class Checkpoints:
         folder = self._path(marker)
         self._engine.load(folder)
         state = torch.load(folder / "state.pt", weights_only=False)
-        _restore(torch.load(folder / f"random-{self._engine.rank}.pt", weights_only=False))
+        _restore(torch.load(folder / f"random-{self._engine.process}.pt", weights_only=False))
         if rewind:
             self._run.rewind(marker["offsets"])
         self._run.timing(marker["step"], {"resumed": "restart" if rewind else "rollback"})

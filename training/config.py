@@ -35,6 +35,9 @@ class EngineParams(Section):
     offload: bool = Field(
         False, description="optimizer state (and weights at stage 3) in CPU memory; needs zero >= 1"
     )
+    tensor_parallel: int = Field(
+        1, ge=1, description="neighbouring ranks that hold one model's matrices in parts (DeepSpeed's AutoTP)"
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: 13 to 25 % slower, far less memory"
     )
@@ -50,6 +53,11 @@ class EngineParams(Section):
         if self.backend == "torch" and (self.zero or self.offload):
             raise ValueError(
                 "engine.zero and engine.offload need engine.backend: deepspeed (torch has neither)"
+            )
+        if self.tensor_parallel > 1 and (self.backend == "torch" or self.zero not in (1, 2)):
+            raise ValueError(
+                f"engine.tensor_parallel: {self.tensor_parallel} needs engine.backend: deepspeed and "
+                f"engine.zero: 1 or 2, they are {self.backend} and {self.zero}"
             )
         if self.offload and not self.zero:
             raise ValueError("engine.offload: true needs engine.zero >= 1; set engine.zero: 1, 2 or 3")
@@ -77,7 +85,19 @@ class LoraParams(Section):
     )
 
 
-def _check_quantised(lora: LoraParams | None, engine: EngineParams) -> None:
+def _check_engine(lora: LoraParams | None, engine: EngineParams, processes: int) -> None:
+    """What adapters, and ranks, do not go with."""
+    parts = engine.tensor_parallel
+    if processes % parts:
+        raise ValueError(
+            f"engine.tensor_parallel ({parts}) must divide processes ({processes}): a model's ranks are "
+            "neighbours"
+        )
+    if parts > 1 and lora is not None:
+        raise ValueError(
+            f"engine.tensor_parallel: {parts} splits the matrices that adapters sit on; set lora: null, or "
+            "keep them with engine.tensor_parallel: 1 (lora.quantise or engine.zero: 3 save memory too)"
+        )
     if lora is not None and lora.quantise and engine.zero == 3:
         raise ValueError(
             f"lora.quantise: {lora.quantise} with engine.zero: 3: packed weights can't be sharded; set "
@@ -128,7 +148,7 @@ class SftParams(Section):
                 f"max_prompt ({self.max_prompt}) must be below max_length ({self.max_length}): "
                 "no token is left for the answer; lower max_prompt or raise max_length"
             )
-        _check_quantised(self.lora, self.engine)
+        _check_engine(self.lora, self.engine, self.processes)
         return self
 
 
@@ -199,6 +219,10 @@ class RewardParams(Section):
     def _heads(self) -> Self:
         if len(set(self.heads)) != len(self.heads):
             raise ValueError(f"heads names a dimension twice: {list(self.heads)}; name each once")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(
+                "engine.tensor_parallel is for sft and for optimize on pairs; set it to 1 for a reward model"
+            )
         if self.lora is not None and self.lora.quantise:
             raise ValueError(
                 f"lora.quantise: {self.lora.quantise} is for sft and optimize; a reward model's base stays "
@@ -482,7 +506,12 @@ class OptimizeParams(Section):
                 "generator.mode: colocated wants the whole policy on each rank, engine.zero: 3 shards it: "
                 "set generator.mode: server, or engine.zero: 2"
             )
-        _check_quantised(self.lora, self.engine)
+        _check_engine(self.lora, self.engine, self.processes)
+        if self.engine.tensor_parallel > 1 and self.algorithm not in ON_PAIRS:
+            raise ValueError(
+                f"engine.tensor_parallel with algorithm: {self.algorithm}: ranks that share a model would "
+                f"have to sample the same answers; take one of {sorted(ON_PAIRS)}, or set it to 1"
+            )
         if self.generator.kind == "vllm" and self.lora is not None and self.lora.quantise:
             raise ValueError(
                 f"lora.quantise: {self.lora.quantise} with generator.kind: vllm: what is trained and what "

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,7 +81,12 @@ class Engine:
         fast_factor: float = 1.0,
     ) -> None:
         """`fast` parameters (a new head) learn `fast_factor` times as fast as the others."""
-        self.rank, self.world = connect()
+        process, processes = connect()
+        self.first = process == 0
+        """Whether this process writes what all share."""
+        self.process = process
+        self.rank, self.world = process // params.tensor_parallel, processes // params.tensor_parallel
+        """Which share of the data this is, and of how many; ranks that hold one model together have one."""
         self.params = params
         self.steps = 0
         self.nonfinite = 0
@@ -184,31 +189,38 @@ class Engine:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums counts over ranks, in float64 where the device has it."""
-        if self.world == 1:
+        """Sums counts over the shares of the data, in float64 where the device has it."""
+        parts = self.params.tensor_parallel
+        if self.world * parts == 1:
             return [float(value) for value in values]
         where = device()
         dtype = torch.float32 if where.type == "mps" else torch.float64
         total = torch.tensor(list(values), dtype=dtype, device=where)
+        # Over all ranks, so that those of one model agree on what only one of them has seen (a stop signal).
         dist.all_reduce(total)
-        return [float(value) for value in total.tolist()]
+        return [float(value) / parts for value in total.tolist()]
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        if self.world > 1:
+        if dist.get_world_size() > 1:
             dist.barrier()
 
     def full_state(self, part: nn.Module) -> dict[str, Tensor] | None:
-        """All tensors of a part of the module on the CPU at rank 0 under ZeRO-3 (every rank must call it),
-        else None: the module holds them itself."""
-        if self.params.zero != 3:
+        """All tensors of a part of the module on the CPU at the first process where weights are in parts
+        (ZeRO-3, tensor parallel; every rank must call it), else None: the module holds them itself."""
+        if self.params.zero == 3:
+            whole = _import_deepspeed().zero.GatheredParameters
+        elif self.params.tensor_parallel > 1:
+            whole = _gather_layer
+        else:
             return None
-        deepspeed = _import_deepspeed()
         state: dict[str, Tensor] = {}
-        # One parameter after the other: the whole model need not fit on the device.
-        for name, parameter in part.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter]):
-                if self.rank == 0:
+        names = {id(parameter): name for name, parameter in part.named_parameters()}
+        # One layer after the other: the whole model need not fit on the device.
+        for module in part.modules():
+            own = [(names.pop(id(p)), p) for p in module.parameters(recurse=False) if id(p) in names]
+            with whole([parameter for _, parameter in own]) if own else nullcontext():
+                for name, parameter in own if self.first else ():
                     state[name] = parameter.detach().to("cpu", copy=True)
         return state
 
@@ -225,25 +237,29 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Writes weights that train, optimizer state, schedule and the world size; every rank calls it."""
         own = {"steps": self.steps, "scale": self._scale, "nonfinite": self.nonfinite, "world": self.world}
-        if self.rank == 0:
+        own["parts"] = self.params.tensor_parallel
+        if self.first:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
         if self._deepspeed is not None:
             self._deepspeed.save_checkpoint(str(folder), tag="engine", exclude_frozen_parameters=True)
-        elif self.rank == 0:
+        elif self.first:
             trained = {n: p.detach() for n, p in self._module.named_parameters() if p.requires_grad}
             torch.save({"module": trained, "optimizer": self._optimizer.state_dict()}, folder / "engine.pt")
-        if self.rank == 0:
+        if self.first:
             torch.save(own, folder / "schedule.pt")
         self.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, bit for bit; another number of ranks is refused."""
         own = torch.load(folder / "schedule.pt", weights_only=True)
-        if own["world"] != self.world:
+        parts = self.params.tensor_parallel
+        if (own["world"], own["parts"]) != (self.world, parts):
+            ranks = own["world"] * own["parts"]
             raise ConfigurationError(
-                f"{folder}: written by {own['world']} ranks, now there are {self.world}; resume with "
-                f"processes: {own['world']}, or remove the run's work folder to start anew"
+                f"{folder}: written by {ranks} ranks, engine.tensor_parallel {own['parts']}, now there are "
+                f"{self.world * parts} and {parts}; resume with processes: {ranks}, or remove the run's work "
+                "folder to start anew"
             )
         if self._deepspeed is not None:
             path, _ = self._deepspeed.load_checkpoint(
@@ -311,6 +327,14 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
+def _gather_layer(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Within it a layer's parameters that tensor parallelism has split are whole."""
+    from deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+    context: AbstractContextManager[Any] = GatherReplacedLayerParams(parameters, None)
+    return context
+
+
 def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EngineParams, clip_norm: float) -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     if device().type == "cpu":
@@ -329,7 +353,7 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EnginePar
         zero["offload_optimizer"] = {"device": "cpu"}
         if params.zero == 3:
             zero["offload_param"] = {"device": "cpu"}
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": clip_norm,
@@ -338,8 +362,13 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EnginePar
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if params.tensor_parallel > 1:
+        config["tensor_parallel"] = {"autotp_size": params.tensor_parallel}
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=config, dist_init_required=False
     )
+    if params.tensor_parallel > 1:
+        # Its look at the first inputs of ranks that share a model knows tensors only, not a Batch of them.
+        engine.first_dataloader_check.remove()
     return engine

@@ -117,12 +117,12 @@ class VllmGenerator:
         engine, link = self._learner.engine, self._link
         state = engine.full_state(self._learner.model)
         digest = Digest()
-        if not link.once or engine.rank == 0:
+        if not link.once or engine.first:
             link.load(digest.watch(self._weights(state)), version)
         value = digest.value()
         if link.once:
             # Rank 0's digest for all ranks: 48 bits pass through a float64 sum unharmed.
-            (whole,) = engine.sum([float(int(value, 16)) if engine.rank == 0 else 0.0])
+            (whole,) = engine.sum([float(int(value, 16)) if engine.first else 0.0])
             value = f"{int(whole):012x}"
         self._expected = (version, value)
         self._handshake()

@@ -57,7 +57,9 @@ def resolve(precision: Precision) -> Literal["bf16", "fp32"]:
     if where.type == "cpu":
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        native = where.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        # torch.accelerator tells what can be stored; only these two say what is computed.
+        asked = torch.get_device_module(where) if where.type in ("cuda", "xpu") else None
+        native = asked is None or asked.is_bf16_supported(including_emulation=False)
     return "bf16" if native else "fp32"
 
 

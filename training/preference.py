@@ -277,7 +277,7 @@ def main(run: RunDir) -> None:
     after = held_out(params, test, forward.logps([item.tree for item in test]), test_ref)
     folder = run.path / "model"
     weights = engine.full_state(model)
-    if engine.rank == 0:
+    if engine.first:
         merge_and_save(model, tok, folder, saved_dtype(run.config), weights)
         kept = wilson(after["accuracy"] * len(test), len(test))
         run.finish(

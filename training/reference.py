@@ -113,7 +113,7 @@ def reference_logps(
     if not bool(whole.isfinite().all()):
         at = next(index for index, part in enumerate(parts) if not bool(part.isfinite().all()))
         raise DivergenceError(f"row {trees[at].key}: the reference gives a non-finite log-probability")
-    if forward.engine.rank == 0:
+    if forward.engine.first:
         _write(file, whole)
     forward.engine.barrier()
     return parts, False
@@ -122,7 +122,8 @@ def reference_logps(
 def _key(forward: Forward, trees: Sequence[Tree], identity: str) -> str:
     layout = [
         forward.shared, forward.token_budget, forward.temperature, resolve(forward.precision),
-        forward.engine.world, device().type, torch.get_num_threads(), torch.__version__,
+        forward.engine.world, forward.engine.params.tensor_parallel, device().type,
+        torch.get_num_threads(), torch.__version__,
     ]  # fmt: skip
     whole = hashlib.sha256(json.dumps([identity, layout]).encode())
     for tree in trees:

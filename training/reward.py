@@ -249,7 +249,7 @@ def _publish(
 ) -> None:  # fmt: skip
     folder = run.path / "model"
     states = [engine.full_state(member) for member in live.members]
-    if engine.rank == 0:
+    if engine.first:
         dtype = torch.float32 if live.kind == "encoder" else saved_dtype(run.config)
         live.save(folder, dtype, states if params.engine.zero == 3 else None)
         saved = ScoreModel.load(folder)

@@ -434,7 +434,7 @@ def publish(setting: Setting, state: dict[str, Any], reason: str | None) -> None
     weights = engine.full_state(setting.learner.model)
     for scorer in setting.scoring.scorers:
         scorer.close()
-    if engine.rank == 0:
+    if engine.first:
         merge_and_save(setting.learner.model, setting.tok, folder, saved_dtype(run.config), weights)
         history = state["history"]
         run.finish(

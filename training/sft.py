@@ -142,7 +142,7 @@ def _publish(
 ) -> None:  # fmt: skip
     folder = run.path / "model"
     weights = engine.full_state(model)
-    if engine.rank == 0:
+    if engine.first:
         merge_and_save(model, tok, folder, saved_dtype(run.config), weights)
         result = {
             "status": "trained",
@@ -167,7 +167,7 @@ def stop_share(
 
     A model that never learned to stop shows here, not in its loss. None: not looked at, or sharded weights.
     """
-    if params.stop_check == 0 or params.engine.zero == 3:
+    if params.stop_check == 0 or params.engine.zero == 3 or params.engine.tensor_parallel > 1:
         return None
     cap = 2 * max(len(tree.answers[0]) for tree in trees)
     prompts = [tree.prompt for tree in trees[: params.stop_check]]

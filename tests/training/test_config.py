@@ -56,3 +56,32 @@ def test_sections_are_frozen() -> None:
 
 def test_ppo_may_have_a_single_sample() -> None:
     assert OptimizeParams(algorithm="ppo", group=1).group == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "text"),
+    [
+        (SftParams, {"engine": {"zero": 3, "tensor_parallel": 2}}, "zero: 1 or 2"),
+        (SftParams, {"engine": {"zero": 0, "tensor_parallel": 2}}, "zero: 1 or 2"),
+        (SftParams, {"engine": {"backend": "torch", "tensor_parallel": 2}}, "backend: deepspeed"),
+        (SftParams, {"engine": {"zero": 1, "tensor_parallel": 2}, "processes": 3}, "must divide processes"),
+        (SftParams, {"engine": {"zero": 1, "tensor_parallel": 2}, "processes": 2}, "set lora: null"),
+        (RewardParams, {"engine": {"zero": 1, "tensor_parallel": 2}}, "set it to 1 for a reward model"),
+        (
+            OptimizeParams,
+            {"engine": {"zero": 1, "tensor_parallel": 2}, "processes": 2, "lora": None},
+            "sample the same answers",
+        ),
+    ],
+)
+def test_what_a_model_in_parts_does_not_go_with(
+    section: type[Any], values: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValidationError, match=text):
+        section.model_validate(values)
+
+
+def test_a_model_in_parts_goes_with_sft_and_pairs() -> None:
+    parts = {"engine": {"zero": 2, "tensor_parallel": 2}, "processes": 4, "lora": None}
+    assert SftParams.model_validate(parts).engine.tensor_parallel == 2
+    assert OptimizeParams.model_validate({**parts, "algorithm": "dpo"}).processes == 4

@@ -62,9 +62,9 @@ def train(
 
 
 def build(
-    params: dict[str, Any], lora: bool = False, narrow: bool = False, **options: Any
+    params: dict[str, Any], lora: bool = False, narrow: bool = False, tied: bool = True, **options: Any
 ) -> tuple[Engine, Any]:
-    model: Any = llama()
+    model: Any = llama(tied=tied)
     if lora:
         torch.manual_seed(3)
         model = add_lora(model, LoraParams(rank=4))
@@ -200,15 +200,15 @@ def test_two_ranks_have_the_gradient_of_one_in_float64(tmp_path: Path) -> None:
         assert torch.allclose(left, right, rtol=1e-9, atol=1e-13)
 
 
-def torchrun(script: Path, *arguments: str) -> None:
-    """Runs a script on two ranks."""
+def torchrun(script: Path, *arguments: str, ranks: int = 2) -> None:
+    """Runs a script on some ranks."""
     root = Path(__file__).resolve().parents[2]
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
-        "2",
+        str(ranks),
         "--rdzv-backend",
         "c10d",
     ]
@@ -249,3 +249,48 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path: Path, backend: str) -> N
     for name, tensor in weights(engine, model).items():
         if name in state:
             assert torch.allclose(tensor, state[name], atol=2e-5), name
+
+
+PARTS = """
+import sys, torch
+from pathlib import Path
+from tests.training.test_engine import build, train, weights
+from training.engine import connect
+torch.set_num_threads(1)
+process, processes = connect()
+params = {"zero": int(sys.argv[1]), "tensor_parallel": 2}
+engine, model = build(params, tied=sys.argv[3] == "tied")
+assert (engine.rank, engine.world) == (process // 2, processes // 2), "neighbours compute the same rows"
+assert engine.sum([3.0, float(process == 1)]) == [1.5 * processes, 0.5], "what one of two has seen, both know"
+shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+seen = train(engine, range(2))
+folder = Path(sys.argv[2]).parent / "checkpoint"
+engine.save(folder)
+seen += train(engine, range(2, 4))
+state = weights(engine, model)
+again, model = build(params, tied=sys.argv[3] == "tied")
+again.load(folder)
+assert train(again, range(2, 4)) == seen[2:], "resuming is bit-identical"
+if engine.first:
+    torch.save((seen, state, shapes), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "zero", "tied"), [(2, 1, True), (2, 2, False), (4, 1, False)])
+def test_ranks_that_hold_one_model_together_take_the_same_steps_as_one(
+    tmp_path: Path, ranks: int, zero: int, tied: bool
+) -> None:
+    script, out = tmp_path / "parts.py", tmp_path / "out.pt"
+    script.write_text(PARTS)
+    torchrun(script, str(zero), str(out), "tied" if tied else "apart", ranks=ranks)
+    seen, state, shapes = torch.load(out)
+    engine, model = build({"backend": "torch"}, tied=tied)
+    for left, right in zip(train(engine, range(4)), seen, strict=True):
+        assert left == pytest.approx(right, rel=1e-4)
+    whole = dict(model.named_parameters())
+    assert state.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, state[name], atol=2e-5), name
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert shapes[name] == (32, 32) and whole[name].shape == (32, 64), "half of the matrix a rank"

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data.errors import ConfigurationError, DivergenceError
+from tests.conftest import ROOT
 from tests.training.tiny import byte_tokenizer, gpt2, llama, save_policy
+from training import models
 from training.batches import Tree, collate
 from training.config import LoraParams
 from training.logprobs import answer_logprobs
@@ -158,3 +162,28 @@ def test_digest_sees_names_and_bytes(tmp_path: Path) -> None:
     assert digest(first) == digest(second)
     (second / "x" / "f").rename(second / "x" / "g")
     assert digest(first) != digest(second)
+
+
+def test_one_path_for_all_devices() -> None:
+    """CUDA, ROCm, Ascend, ... go through torch.accelerator and torch.get_device_module."""
+    for package in ("training", "tasks", "flows"):
+        for file in sorted((ROOT / package).glob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            assert not re.search(r"torch\.(cuda|npu|xpu|mps)\b|\.cuda\(", text), file.name
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_precision_auto_asks_the_accelerator(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    asked = []
+
+    def supported(including_emulation: bool) -> bool:
+        asked.append(including_emulation)
+        return native
+
+    monkeypatch.setattr(models, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda where: SimpleNamespace(is_bf16_supported=supported)
+    )
+    assert resolve("auto") == ("bf16" if native else "fp32") and asked == [False]
+    monkeypatch.setattr(models, "device", lambda: torch.device("privateuseone", 0))
+    assert resolve("auto") == "bf16"

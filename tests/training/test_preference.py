@@ -348,3 +348,19 @@ def test_as_a_program_with_two_ranks_and_a_signal(
     assert launch("stop", 1).wait() == 0
     assert followed.read_text() == (tmp_path / "one" / "w" / "metrics.jsonl").read_text()
     shutil.rmtree(tmp_path / "stop")
+
+
+@pytest.mark.slow
+def test_two_ranks_that_hold_one_model_learn_from_pairs_as_one(
+    tmp_path: Path, inputs: dict[str, Path]
+) -> None:
+    seen = []
+    for count in (1, 2):
+        changes = {**PARAMS, "algorithm": "dpo", "lora": None, "processes": count}
+        changes["engine"] = {"zero": 1, "tensor_parallel": count}
+        work = workdir(tmp_path / str(count) / "w", "preference", changes, inputs)
+        command = [sys.executable, "-m", "training.launch", "--processes", str(count)]
+        done = subprocess.run([*command, "-m", "training.preference", str(work)], check=False)
+        assert done.returncode == 0
+        seen.append([line["loss"] for line in rows(work / "metrics.jsonl")])
+    assert seen[0] == pytest.approx(seen[1], rel=1e-3) and seen[0][0] == pytest.approx(math.log(2), abs=1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data.errors import ConfigurationError, DataError, DivergenceError, Stopped
 from data.records import Demonstration, Preference, to_line
@@ -307,6 +308,20 @@ def test_two_ranks_train_the_same_model_as_one(tmp_path: Path) -> None:
     path = prepare(tmp_path / "two", lora=None, processes=2)
     for old in (path / "checkpoints").glob("step-*"):
         assert (old / "random-1.pt").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_that_hold_one_model_publish_the_same_weights(tmp_path: Path) -> None:
+    found = []
+    for name, count in (("one", 1), ("two", 2)):
+        engine = {"zero": 1, "tensor_parallel": count}
+        path = prepare(tmp_path / name, lora=None, processes=count, engine=engine)
+        process = launch(path, count)
+        assert process.wait(timeout=300) == 0, process.stderr and process.stderr.read()[-2000:]
+        found.append(load_file(path / "model" / "model.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert torch.allclose(tensor, found[1][name], atol=1e-4), name
 
 
 def test_the_program_module_is_wired(monkeypatch: pytest.MonkeyPatch) -> None:
