@@ -3,6 +3,7 @@
 Judgement  # noqa
 ReasoningGym  # noqa
 TOKEN_ADVANTAGES  # noqa
+WeightReceiver  # noqa
 _._name_or_path  # noqa
 _.build_shm_op  # noqa
 _.pad_token  # noqa
@@ -21,6 +22,7 @@ kwargs  # noqa
 mcnemar_exact  # noqa
 model_config  # noqa
 paired_bootstrap  # noqa
+plumbline_load  # noqa
 post  # noqa
 process_minimum  # noqa
 process_product  # noqa

@@ -231,8 +231,16 @@ class Engine:
         if self.params.zero != 3:
             yield
             return
-        with _import_deepspeed().zero.GatheredParameters(list(self._module.parameters())):
-            yield
+        # Its hooks would fetch and drop each layer's weights all the same, in step with the other ranks.
+        offload = self._deepspeed.optimizer.parameter_offload
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            with _import_deepspeed().zero.GatheredParameters(list(self._module.parameters())):
+                yield
+        finally:
+            offload._register_deepspeed_module(offload.module)
 
     def save(self, folder: Path) -> None:
         """Writes weights that train, optimizer state, schedule and the world size; every rank calls it."""
@@ -335,6 +343,18 @@ def _gather_layer(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[
     return context
 
 
+def _check_parts(module: nn.Module, parts: int) -> None:
+    """Whether the model's heads and widths can be dealt out evenly."""
+    found = getattr(getattr(module, "model", None), "config", None)
+    config: Any = found.get_text_config() if found is not None else None
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = getattr(config, key, None)
+        if value is not None and value % parts:
+            raise ConfigurationError(
+                f"engine.tensor_parallel: {parts} does not divide the model's {key} ({value}); take a divisor"
+            )
+
+
 def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EngineParams, clip_norm: float) -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     if device().type == "cpu":
@@ -363,6 +383,7 @@ def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EnginePar
         "steps_per_print": 10**9,
     }
     if params.tensor_parallel > 1:
+        _check_parts(module, params.tensor_parallel)
         config["tensor_parallel"] = {"autotp_size": params.tensor_parallel}
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     engine, *_ = deepspeed.initialize(

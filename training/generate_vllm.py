@@ -35,7 +35,10 @@ from training.vllm_worker import Digest
 BOUNDS = ">=0.27,<0.34"
 """Versions of vLLM, as in pyproject's extra: what this was written against. torch decides which of them can
 live in the trainer's own environment; a server has its own."""
-INSTALL = f"pip install 'vllm{BOUNDS}' && pip install -c constraints.txt -e ."
+INSTALL = (
+    f"pip install 'vllm{BOUNDS}' torch==2.13.0 'transformers>=5.24' && pip install -c constraints.txt -e ."
+)
+"""In two steps: vLLM's bound on fastapi, which only its server needs, excludes that of the flow's Prefect."""
 GAP = {"fp32": 1e-3, "bf16": 0.05}
 """Default bound of the mean |logp difference| a token; bfloat16 keeps 3 digits, and kernels sum otherwise."""
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}

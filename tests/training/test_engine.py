@@ -17,6 +17,7 @@ from training import losses
 from training.batches import Tree, collate, deal, plan
 from training.config import EngineParams, LoraParams
 from training.engine import Engine
+from training.generate import BuiltinGenerator
 from training.logprobs import AnswerLogprobs
 from training.models import add_lora, autocast
 
@@ -62,9 +63,10 @@ def train(
 
 
 def build(
-    params: dict[str, Any], lora: bool = False, narrow: bool = False, tied: bool = True, **options: Any
-) -> tuple[Engine, Any]:
-    model: Any = llama(tied=tied)
+    params: dict[str, Any], lora: bool = False, narrow: bool = False, tied: bool = True,
+    heads: int = 2, **options: Any,
+) -> tuple[Engine, Any]:  # fmt: skip
+    model: Any = llama(tied=tied, num_key_value_heads=heads)
     if lora:
         torch.manual_seed(3)
         model = add_lora(model, LoraParams(rank=4))
@@ -294,3 +296,40 @@ def test_ranks_that_hold_one_model_together_take_the_same_steps_as_one(
         assert torch.allclose(tensor, state[name], atol=2e-5), name
     name = "model.layers.0.mlp.down_proj.weight"
     assert shapes[name] == (32, 32) and whole[name].shape == (32, 64), "half of the matrix a rank"
+
+
+UNEVEN = """
+import sys, torch
+from tests.training.test_engine import build, train
+from training.engine import connect
+from training.generate import BuiltinGenerator
+torch.set_num_threads(1)
+rank, _ = connect()
+engine, model = build({"zero": 3}, lora=True)
+train(engine, range(1))
+maker = BuiltinGenerator(model, [1], 1, gathered=engine.gathered)
+# Ranks have other prompts and lengths, so they are never in step.
+prompts = [[5, 6, 7], [8, 9]][: 1 + rank]
+made = maker.generate(prompts, 2, max_new_tokens=3 + 4 * rank, temperature=1.0, keys=["a", "b"][: 1 + rank])
+train(engine, range(1, 2))
+if rank == 1:
+    torch.save(made.answers, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_sharded_weights_generate_at_their_own_pace(tmp_path: Path) -> None:
+    script, out = tmp_path / "uneven.py", tmp_path / "out.pt"
+    script.write_text(UNEVEN)
+    torchrun(script, str(out))
+    engine, model = build({"backend": "torch"}, lora=True)
+    train(engine, range(1))
+    made = BuiltinGenerator(model, [1], 1).generate(
+        [[5, 6, 7], [8, 9]], 2, max_new_tokens=7, temperature=1.0, keys=["a", "b"]
+    )
+    assert torch.load(out) == made.answers
+
+
+def test_heads_must_be_dealt_out_evenly() -> None:
+    with pytest.raises(ConfigurationError, match=r"does not divide the model's num_key_value_heads \(1\)"):
+        build({"zero": 1, "tensor_parallel": 2}, heads=1)
