@@ -333,3 +333,13 @@ def test_ranks_with_sharded_weights_generate_at_their_own_pace(tmp_path: Path) -
 def test_heads_must_be_dealt_out_evenly() -> None:
     with pytest.raises(ConfigurationError, match=r"does not divide the model's num_key_value_heads \(1\)"):
         build({"zero": 1, "tensor_parallel": 2}, heads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_lies_in_cpu_memory_changes_no_step(zero: int) -> None:
+    plain, _ = build({"backend": "torch"})
+    expected = train(plain, range(3))
+    engine, _ = build({"zero": zero, "offload": True})
+    for left, right in zip(expected, train(engine, range(3)), strict=True):
+        assert left == pytest.approx(right, rel=1e-4)
