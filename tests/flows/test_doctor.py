@@ -73,9 +73,3 @@ def test_models(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(project)["model"].verdict == "fine"
     (project / "params.yaml").write_text("model: {source: gguf:no_such_package}\n")
     assert "not installed" in found(project)["model"].seen
-
-
-def test_merged_changes_neither() -> None:
-    base = {"a": {"b": 1, "c": 2}, "d": 3}
-    assert doctor.merged(base, {"a": {"b": 9}, "e": 4}) == {"a": {"b": 9, "c": 2}, "d": 3, "e": 4}
-    assert base == {"a": {"b": 1, "c": 2}, "d": 3}

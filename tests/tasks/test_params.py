@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import ConfigurationError
-from tasks.params import FILE, Params, flat, load, parse, read_raw, write_overrides
+from tasks.params import FILE, Params, flat, load, merged, parse, read_raw, write_overrides
 from tests.conftest import ROOT
 
 
@@ -150,3 +150,9 @@ def test_writers_wait_for_each_other(project: Path) -> None:
 
 def test_flat() -> None:
     assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_merged_changes_neither() -> None:
+    base = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert merged(base, {"a": {"b": 9}, "e": 4}) == {"a": {"b": 9, "c": 2}, "d": 3, "e": 4}
+    assert base == {"a": {"b": 1, "c": 2}, "d": 3}
