@@ -158,6 +158,62 @@ BOUNDS: list[tuple[str, dict[str, Any], str]] = [
     ("Are all slices kept?", {"evaluate.slices": [{"slice": "a", "worse": True}]}, "cause"),
     ("Are harmless prompts answered?", {"evaluate.rules.over_refusal_rise": 0.05}, "fine"),
     ("Are harmless prompts answered?", {"evaluate.rules.over_refusal_rise": 0.06}, "cause"),
+    ("Are labels free of contradiction?", {"validate.agreement.contradicted_pairs": 300}, "suspicious"),
+    ("Is it more than length that is preferred?", {"validate.length_baseline.accuracy": 0.66}, "suspicious"),
+    ("Is it tested on enough pairs?", {"reward.n": 45}, "suspicious"),
+    ("Is it better than chance?", {"reward.interval": [0.55, 0.9]}, "suspicious"),
+    ("Is it better than length alone?", {"reward.length_baseline": 0.719}, "fine"),
+    ("Is it better than length alone?", {"reward.length_baseline": 0.721}, "suspicious"),
+    ("Is it better than length alone?", {"reward.length_baseline": 0.779}, "suspicious"),
+    ("Is it better than length alone?", {"reward.length_baseline": 0.781}, "cause"),
+    ("Are its chances calibrated?", {"reward.calibration.ece": 0.11}, "suspicious"),
+    ("Are its chances calibrated?", {"reward.calibration.ece": 0.25}, "suspicious"),
+    ("Does it spread the policy's answers?", {"optimize:reward_std": 0.11}, "suspicious"),
+    ("Were few demonstrations dropped?", {"sft.dropped": {"long": 63}}, "suspicious"),
+    ("Were few demonstrations dropped?", {"sft.dropped": {"long": 250}}, "suspicious"),
+    ("Do its answers end?", {"sft.stop_share": 0.11}, "suspicious"),
+    ("Do answers fit under the cap?", {"optimize:clipped": 0.86}, "suspicious"),
+    ("Do answers fit under the cap?", {"optimize:clipped": 0.94}, "suspicious"),
+    ("Do rewards differ within a group?", {"optimize:zero_variance": 0.29}, "fine"),
+    ("Do rewards differ within a group?", {"optimize:zero_variance": 0.31}, "suspicious"),
+    ("Do rewards differ within a group?", {"optimize:zero_variance": 0.59}, "suspicious"),
+    ("Do rewards differ within a group?", {"optimize:zero_variance": 0.61}, "cause"),
+    ("Is the KL near its target?", {"optimize:kl": 0.49}, "suspicious"),
+    ("Does a gradient arrive?", {"optimize:grad_norm": 0.00011}, "fine"),
+    ("Does a gradient arrive?", {"optimize:grad_norm": 9e-05}, "suspicious"),
+    ("Is the gradient in proportion?", {"optimize:grad_norm": 20.1}, "suspicious"),
+    ("Do few tokens leave the ratio's bounds?", {"optimize:ratio_clipped": 0.21}, "suspicious"),
+    ("Do few tokens leave the ratio's bounds?", {"optimize:ratio_clipped": 0.49}, "suspicious"),
+    ("Do few tokens leave the ratio's bounds?", {"optimize:ratio_clipped": 0.51}, "cause"),
+    ("Are answers free of repetition?", {"optimize:repetition": 0.49}, "suspicious"),
+    ("Are answers free of repetition?", {"optimize:repetition": 0.51}, "cause"),
+    ("Are answers free of repetition?", {"optimize:repetition": 0.19}, "fine"),
+    ("Are answers free of repetition?", {"optimize:repetition": 0.21}, "suspicious"),
+    ("Is more reward better to the judge?", {"evaluate.interval": [0.4, 0.549]}, "suspicious"),
+    ("Is more reward better to the judge?", {"evaluate.interval": [0.4, 0.501]}, "suspicious"),
+    ("Is more reward better to the judge?", {"evaluate.interval": [0.4, 0.499]}, "cause"),
+    ("Is the judge better than chance?", {"judge.interval": [0.51, 0.9]}, "suspicious"),
+    ("Is the judge better than length?", {"judge.length_baseline": 0.719}, "fine"),
+    ("Is the judge better than length?", {"judge.length_baseline": 0.721}, "suspicious"),
+    ("Is the judge better than length?", {"judge.length_baseline": 0.799}, "suspicious"),
+    ("Has each prompt a verdict?", {"evaluate.failure_share": 0.026}, "suspicious"),
+    ("Is the candidate better?", {"evaluate.win_rate": 0.521}, "fine"),
+    ("Is it better at equal length?", {"evaluate.length_controlled.estimate": 0.521}, "fine"),
+    ("Is the candidate better?", {"evaluate.win_rate": 0.519}, "suspicious"),
+    ("Is it better at equal length?", {"evaluate.length_controlled.estimate": 0.519}, "suspicious"),
+    ("Is the candidate better?", {"evaluate.win_rate": 0.501}, "suspicious"),
+    ("Is it better at equal length?", {"evaluate.length_controlled.estimate": 0.501}, "suspicious"),
+    ("Is it near the SFT model?", {"evaluate.kl": 10.0}, "suspicious"),
+    ("Did its loss fall?", {"sft:loss": [3.0] * 6 + [2.93] * 6}, "fine"),
+    ("Did its loss fall?", {"sft:loss": [3.0] * 6 + [2.95] * 6}, "suspicious"),
+    ("Does the policy stay open?", {"optimize:entropy": [1.0] * 6 + [0.21] * 6}, "suspicious"),
+    ("Did the policy move?", {"optimize:reward": noisy(2.0), "optimize:kl": 0.006}, "suspicious"),
+    ("Is the batch quiet enough?", {"optimize:reward": noisy(0.91)}, "fine"),
+    ("Is the batch quiet enough?", {"optimize:reward": noisy(0.92)}, "suspicious"),
+    ("Is the batch quiet enough?", {"optimize:reward": noisy(1.82)}, "suspicious"),
+    ("Is the batch quiet enough?", {"optimize:reward": noisy(1.83)}, "cause"),
+    ("Does the judge follow the proxy?", {"optimize:judge": [-1.0] * 11 + [-0.89]}, "suspicious"),
+    ("Do lengths stay?", {"optimize:length": [30.0] * 6 + [59.0] * 6}, "suspicious"),
 ]
 
 
@@ -174,9 +230,11 @@ def test_bounds_of_pairs_methods() -> None:
     for question, changes, verdict in (
         ("Are held-out pairs put right?", {"optimize.interval_after": [0.56, 0.8]}, "fine"),
         ("Are held-out pairs put right?", {"optimize.interval_after": [0.55, 0.8]}, "suspicious"),
+        ("Are held-out pairs put right?", {"optimize.interval_after": [0.51, 0.8]}, "suspicious"),
         ("Are held-out pairs put right?", low, "cause"),
         ("Did the policy move?", {**low, "optimize.kl": 0.006}, "fine"),
         ("Did the policy move?", {**low, "optimize.kl": 0.005}, "suspicious"),
+        ("Did the policy move?", {**low, "optimize.kl": 0.0011}, "suspicious"),
         ("Did the policy move?", {**low, "optimize.kl": 0.001}, "cause"),
         ("Is the KL near its target?", {"optimize.kl": 0.51}, "cause"),
     ):
@@ -250,9 +308,8 @@ def test_at_the_top_of_the_ladder_more_steps_are_asked_for() -> None:
 
 
 def test_won_by_length_without_metrics_of_length_asks_for_the_leash() -> None:
-    found = answer(
-        "Is it better at equal length?", {**PAIRS, "evaluate.length_controlled.estimate": 0.4}, DPO
-    )
+    level = {**PAIRS, "evaluate.length_controlled.estimate": 0.4, "optimize:length": "none"}
+    found = answer("Is it better at equal length?", level, DPO)
     assert found.remedy is not None and found.remedy.settings == ("optimize.beta=0.1",)
     grown = answer("Do lengths stay?", {"optimize:length": [30.0] * 6 + [99.0] * 6})
     shrunk = answer("Do lengths stay?", {"optimize:length": [99.0] * 6 + [30.0] * 6})
