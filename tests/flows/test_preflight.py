@@ -75,6 +75,18 @@ LIVE_AND_DEAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"generator": {"canaries": 2}},
         "generator.canaries",
     ),
+    ({"kl": {"adaptive": True}}, {"algorithm": "dpo", "kl": {"adaptive": True}}, "kl.adaptive"),
+    (
+        {"rewards": {"weights": {"quality": 2.0, "s": 1.0}, "scorers": [OWN, {**OWN, "name": "s", "dimension": "s"}]}},
+        {"rewards": {"weights": {"quality": 2.0}}},
+        "rewards.weights.quality",
+    ),
+    ({"generator": {"kind": "vllm", "sleep": False}}, {"generator": {"sleep": False}}, "generator.sleep"),
+    (
+        {"generator": {"kind": "vllm", "mode": "server", "url": "http://h:1", "requests": 2}},
+        {"generator": {"kind": "vllm", "requests": 2}},
+        "generator.requests",
+    ),
     ({"guards": {"actions": {"kl": "stop"}}}, {"guards": {"actions": {"kul": "stop"}}}, "guards.actions.kul"),
     (
         {"guards": {"actions": {"length": "stop"}}},
@@ -105,6 +117,10 @@ def test_dead_settings_outside_optimize() -> None:
         return [text.split(" (")[0] for text in dead(Params.model_validate(params))]
 
     assert told() == []
+    for name in ("sft", "reward", "judge"):
+        assert told(**{name: {"engine": {"zero": 1}}}) == [f"{name}.engine.zero"]
+        assert told(**{name: {"processes": 2, "engine": {"zero": 1}}}) == []
+        assert told(**{name: {"engine": {"zero": 1, "offload": True}}}) == []
     assert told(model={"source": "gguf:a", "revision": "main"}) == ["model.revision"]
     assert told(model={"source": "owner/name", "revision": "main"}) == []
     assert told(reward={"lora": {}}) == ["reward.lora"]
