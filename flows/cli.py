@@ -183,13 +183,28 @@ def rollback(reason: Reason, name: Name = None) -> None:
     roll_back(_project(), reason, name, _console())
 
 
-@app.command(epilog="Example: plumbline doctor --profile gpu-8")
+@app.command(
+    epilog="Example: plumbline doctor --profile gpu-8 (before a run); plumbline doctor --run (after one). "
+    "Exit codes with --run: 0 promoted, or no cause found; 3 a cause found; 10 params.yaml is wrong; "
+    "11 no run to look at."
+)
 def doctor(
     profile: Annotated[
         str | None, typer.Option("--profile", help="Judge a profile instead of params.yaml.")
     ] = None,
+    after: Annotated[
+        bool, typer.Option("--run", help="Diagnose the last run instead: why it failed or was not promoted.")
+    ] = False,
 ) -> None:
-    """Look over environment, disk, parameters, data and model before a run; changes nothing."""
+    """Look over environment, disk, parameters, data and model before a run; with --run walk a decision tree
+    over the last one, and name the cause and the next thing to try. Changes nothing.
+    """
+    if after and profile is not None:
+        raise typer.BadParameter("a run is judged by the parameters that made it; leave --profile out")
+    if after:
+        from flows.diagnose import diagnose
+
+        raise typer.Exit(diagnose(_project(), _console()))
     from flows.doctor import examine
 
     raise typer.Exit(examine(_project(), profile, _console()))

@@ -13,35 +13,24 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from data.errors import EXIT_CODES, Kind, PlumblineError
+from data.errors import EXIT_CODES, PlumblineError
+from flows import records
 from flows.dag import read_dag
+from flows.dead import dead
+from flows.finding import Finding, State
+from flows.memory import Shape, at_once, estimate, shape_of
 from flows.secrets import mask
 from tasks.params import Params, load, parse, read_profile
-from tasks.places import home
+from tasks.places import home, read_json
 from tasks.publish import check_writable
-from training.config import OptimizeParams
-
-Verdict = Literal["fine", "look", "broken"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the examination."""
-
-    what: str
-    verdict: Verdict
-    seen: str
-    remedy: str = ""
-    kind: Kind = "configuration"
+from training.models import resolve
 
 
 def examine(project: Path, profile: str | None, console: Console) -> int:
@@ -164,22 +153,7 @@ def _dag(project: Path) -> Iterator[Finding]:
 
 
 def _dead(params: Params) -> Iterator[Finding]:
-    """Settings that the rest of the parameters leaves without effect."""
-    found: list[str] = []
-    optimize = params.optimize
-    default = OptimizeParams.model_validate({})
-    if optimize.algorithm != "ppo" and optimize.ppo != default.ppo:
-        found.append(f"optimize.ppo (algorithm is {optimize.algorithm})")
-    on_pairs = "dpo" in optimize.algorithm or optimize.algorithm in ("ipo", "hinge", "kto", "orpo", "simpo")
-    if not on_pairs and optimize.preference != default.preference:
-        found.append(f"optimize.preference (algorithm is {optimize.algorithm})")
-    if on_pairs and optimize.rewards != default.rewards:
-        found.append(f"optimize.rewards (algorithm is {optimize.algorithm})")
-    if optimize.kl.horizon != default.kl.horizon and not optimize.kl.adaptive:
-        found.append("optimize.kl.horizon (kl.adaptive is false)")
-    for name, section in (("reward", params.reward), ("judge", params.judge)):
-        if section.lora is not None and section.model == "minilm":
-            found.append(f"{name}.lora (an encoder is trained in full)")
+    found = list(dead(params))
     if found:
         yield Finding(
             "dead settings", "look", ", ".join(found), "remove them, or change what makes them dead"
@@ -187,24 +161,19 @@ def _dead(params: Params) -> Iterator[Finding]:
 
 
 def _data(project: Path, params: Params) -> Iterator[Finding]:
-    for purpose in ("files", "prompts", "eval_prompts"):
-        for name in getattr(params.data, purpose):
-            path = project / name
-            if path.exists():
-                size = sum(
-                    f.stat().st_size for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file()
-                )
-                state: Verdict = "fine" if size else "broken"
-                remedy = "" if size else "the file is empty; name one with records"
-                yield Finding(f"data.{purpose}", state, f"{name} ({size / 1024:.0f} KiB)", remedy, "data")
-            elif "/" in name and not Path(name).suffix:
-                yield Finding(
-                    f"data.{purpose}", "look", f"{name}: a hub id", "works offline only when it is cached"
-                )
-            else:
-                yield Finding(
-                    f"data.{purpose}", "broken", f"{name}: no such file", "correct the path", "data"
-                )
+    """Files, records, tokens: each needs what is before it."""
+    there = list(records.files(project, params.data))
+    yield from there
+    if any(one.verdict == "broken" and one.what == "data.files" for one in there):
+        return
+    seen = records.read(project, params.data)
+    yield records.counted(seen, params.data)
+    folder = records.tokenizer_folder(project, params)
+    if folder is not None and seen.pairs:
+        from training.chat import load_tokenizer
+
+        yield from records.tokens(params, load_tokenizer(folder), seen.pairs)
+    yield from records.templates(project)
 
 
 def _model(project: Path, params: Params) -> Iterator[Finding]:
@@ -219,7 +188,7 @@ def _model(project: Path, params: Params) -> Iterator[Finding]:
         offline = os.environ.get("HF_HUB_OFFLINE") == "1"
         cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
         cached = (cache / f"models--{source.replace('/', '--')}").is_dir()
-        verdict: Verdict = "fine" if cached else "broken" if offline else "look"
+        verdict: State = "fine" if cached else "broken" if offline else "look"
         remedy = "" if cached else "download it once with the network on, or name a local folder"
         yield Finding(
             "model", verdict, f"{source}: {'in the cache' if cached else 'not in the cache'}", remedy
@@ -248,15 +217,56 @@ def _machine(project: Path, params: Params) -> Iterator[Finding]:
         f"{cores} here; a stage uses {wanted}, reward and judge together {side_by_side or wanted}",
         "lower threads, processes or pipeline.max_parallel_stages" if over else "",
     )
-    memory = psutil.virtual_memory()
-    enough = memory.available > 4 * 2**30
-    yield Finding(
-        "memory",
-        "fine" if enough else "look",
-        f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
-        "" if enough else "below 4 GiB; lower token budgets, or end other programs",
-    )
+    yield _memory(project, params)
     yield from _precision(params)
+
+
+def _memory(project: Path, params: Params) -> Finding:
+    """The estimate of the stage that needs most, against this machine's memory or one accelerator's."""
+    import torch
+
+    shape = _shape(project, params)
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+    here = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if shape is None:
+        enough = free > 4 * 2**30
+        remedy = "" if enough else "below 4 GiB; lower token budgets, or end other programs"
+        return Finding(
+            "memory", "fine" if enough else "look", f"{here}; the model's size is not known yet", remedy
+        )
+    precision = {
+        name: resolve(getattr(params, name).precision)
+        for name in ("sft", "reward", "judge", "optimize", "evaluate")
+    }
+    needs = estimate(params, shape, precision)
+    shared = not torch.cuda.is_available() and params.pipeline.hostfile is None
+    most = at_once(needs, params.pipeline.max_parallel_stages, shared)
+    parts = ", ".join(
+        f"{name} {size / 2**30:.1f}" for name, size in most.parts.items() if size > 0.05 * 2**30
+    )
+    seen = f"{here}; about {most.rank / 2**30:.1f} GiB at most, in {most.stage} ({parts})"
+    if most.rank < free:
+        return Finding("memory", "fine", seen)
+    return Finding("memory", "look", seen, MEMORY_REMEDY)
+
+
+MEMORY_REMEDY = (
+    "lower token_budget or pipeline.max_parallel_stages, take lora, engine.gradient_checkpointing or a "
+    "higher engine.zero, or end other programs"
+)
+
+
+def _shape(project: Path, params: Params) -> Shape | None:
+    """From the config of the base stage's output, when it is of this source, or of a local folder."""
+    folder = records.tokenizer_folder(project, params)
+    for place in (folder, project / params.model.source):
+        if place is not None and (place / "config.json").is_file():
+            return shape_of(read_json(place / "config.json"))
+    return None
 
 
 def _precision(params: Params) -> Iterator[Finding]:

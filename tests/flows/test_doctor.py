@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows import doctor
+from flows.finding import Finding
 from tests.conftest import ROOT
 
 
@@ -21,7 +22,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(project: Path) -> dict[str, doctor.Finding]:
+def found(project: Path) -> dict[str, Finding]:
     return {one.what: one for one in doctor.look(project)}
 
 
@@ -47,7 +48,7 @@ def test_a_wrong_parameter_ends_the_examination(project: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "dead"),
     [
-        ("optimize: {ppo: {updates: 3}}", "optimize.ppo"),
+        ("optimize: {ppo: {lam: 0.5}}", "optimize.ppo.lam (only ppo has a critic)"),
         ("optimize: {algorithm: dpo, group: 1, rewards: {penalty: 0.1}}", "optimize.rewards"),
         ("optimize: {kl: {horizon: 5}}", "optimize.kl.horizon"),
     ],
