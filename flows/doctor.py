@@ -226,8 +226,8 @@ def _memory(project: Path, params: Params) -> Finding:
     import torch
 
     shape = _shape(project, params)
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
+    if torch.accelerator.is_available():
+        free, total = torch.accelerator.get_memory_info()
     else:
         memory = psutil.virtual_memory()
         free, total = memory.available, memory.total
@@ -243,7 +243,7 @@ def _memory(project: Path, params: Params) -> Finding:
         for name in ("sft", "reward", "judge", "optimize", "evaluate")
     }
     needs = estimate(params, shape, precision)
-    shared = not torch.cuda.is_available() and params.pipeline.hostfile is None
+    shared = not torch.accelerator.is_available() and params.pipeline.hostfile is None
     most = at_once(needs, params.pipeline.max_parallel_stages, shared)
     parts = ", ".join(
         f"{name} {size / 2**30:.1f}" for name, size in most.parts.items() if size > 0.05 * 2**30

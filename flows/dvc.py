@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -169,10 +170,13 @@ def mend_locks(project: Path) -> list[str]:
     return [f"{path}: {len(entries) - len(held)} entries of processes that are gone, removed"]
 
 
+_DVC = re.compile(r"(^|/)dvc(\s|$)")
+
+
 def _is_dvc(pid: int) -> bool:
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and any("dvc" in word for word in process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and any(map(_DVC.search, process.cmdline()))
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

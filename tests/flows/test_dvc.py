@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from data.errors import InfrastructureError
@@ -70,6 +72,8 @@ def test_entries_of_processes_that_are_gone_or_no_dvc_are_removed(tmp_path: Path
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "dvc repro"]
     with subprocess.Popen(sleeper) as alive:
         try:
+            while not psutil.Process(alive.pid).cmdline():  # the kernel sets it a moment after the start
+                time.sleep(0.01)
             mine = {"pid": os.getpid(), "cmd": "a reused pid"}
             theirs = {"pid": alive.pid, "cmd": "dvc repro"}
             dead = {"pid": gone.pid, "cmd": "dvc repro"}
