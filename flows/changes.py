@@ -17,6 +17,7 @@ from flows import dvc
 from flows.dag import Dag
 from tasks.params import Params, load
 from tasks.places import digest_of, file_digest, home, read_json, stage_folder, write_json
+from tasks.publish import read_lock
 from tasks.store import database
 
 NEVER = "has not run yet"
@@ -34,6 +35,7 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     """Stage -> why it has to run; an empty answer means that the pipeline is up to date."""
     asked = dvc.start_status(project)
     try:
+        known = read_lock(project)
         outer = {step.name: reason for step in dag if step.always and (reason := _outer(project, step.name))}
     except BaseException:
         asked.kill()
@@ -43,7 +45,6 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     except PlumblineError as error:
         # Not knowing is a reason to run: the stages themselves will say what is wrong.
         found = {"dvc": [str(error)]}
-    known = dvc.read_lock(project)
     for step in dag:
         if step.name not in known and (step.name in found or step.name in outer):
             found[step.name] = [NEVER]

@@ -226,7 +226,8 @@ def _memory(project: Path, params: Params) -> Finding:
     import torch
 
     shape = _shape(project, params)
-    if torch.accelerator.is_available():
+    on_device = torch.accelerator.is_available()
+    if on_device:
         free, total = torch.accelerator.get_memory_info()
     else:
         memory = psutil.virtual_memory()
@@ -243,7 +244,7 @@ def _memory(project: Path, params: Params) -> Finding:
         for name in ("sft", "reward", "judge", "optimize", "evaluate")
     }
     needs = estimate(params, shape, precision)
-    shared = not torch.accelerator.is_available() and params.pipeline.hostfile is None
+    shared = not on_device and params.pipeline.hostfile is None
     most = at_once(needs, params.pipeline.max_parallel_stages, shared)
     parts = ", ".join(
         f"{name} {size / 2**30:.1f}" for name, size in most.parts.items() if size > 0.05 * 2**30

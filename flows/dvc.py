@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
-import yaml
 
 from data.errors import ConfigurationError, InfrastructureError
 from tasks.places import home
 from tasks.process import OFFLINE
-
-Lock = dict[str, object]
+from tasks.publish import Lock
 
 
 def command(*arguments: str) -> list[str]:
@@ -94,22 +92,6 @@ def refused(text: str) -> bool:
         "not a DVC",
     )
     return any(word in text for word in faults) and "busy" not in text
-
-
-def read_lock(project: Path) -> dict[str, Lock]:
-    """dvc.lock, parsed: stage -> command, dependencies, parameters and outputs; nothing when there is
-    none."""
-    path = project / "dvc.lock"
-    if not path.is_file():
-        return {}
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise InfrastructureError(
-            f"{path}: not valid YAML ({error}); restore it with `git checkout dvc.lock` or delete it"
-        ) from error
-    stages = (tree or {}).get("stages") or {}
-    return {str(name): dict(entry) for name, entry in stages.items()}
 
 
 def differences(one: Mapping[str, Lock], other: Mapping[str, Lock]) -> list[str]:

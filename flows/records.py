@@ -16,7 +16,7 @@ from data.config import DataParams
 from data.errors import ConfigurationError, DataError
 from data.readers import Notice, read_source
 from data.records import Preference
-from flows.finding import Finding
+from flows.finding import Finding, State
 from tasks.params import Params
 from tasks.places import read_json, stage_folder
 
@@ -51,8 +51,8 @@ def files(project: Path, data: DataParams) -> Iterator[Finding]:
                 inside = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
                 size = sum(file.stat().st_size for file in inside)
                 remedy = "" if size else "the file is empty; name one with records"
-                state = "fine" if size else "broken"
-                yield Finding(what, state, f"{name} ({size / 1024:.0f} KiB)", remedy, "data")  # type: ignore[arg-type]
+                state: State = "fine" if size else "broken"
+                yield Finding(what, state, f"{name} ({size / 1024:.0f} KiB)", remedy, "data")
             elif "/" in name and not Path(name).suffix:
                 yield Finding(what, "look", f"{name}: a hub id", "works offline only when it is cached")
             else:

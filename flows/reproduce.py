@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from data.errors import ConfigurationError, InfrastructureError
@@ -30,7 +29,7 @@ from flows.views import parse_reference
 from tasks import facts
 from tasks.params import load
 from tasks.places import digest, home, read_json, write_text
-from tasks.publish import link_or_copy
+from tasks.publish import Lock, link_or_copy, parse_lock, read_lock
 
 UP_TO = "optimize"
 TOLERANCE = 0.1
@@ -47,7 +46,7 @@ class Recorded:
     digest: str
     commit: str
     params: str
-    lock: Mapping[str, dvc.Lock]
+    lock: Mapping[str, Lock]
     result: Mapping[str, object]
     same_machine: bool
     elsewhere: str
@@ -92,7 +91,7 @@ def recorded(project: Path, name: str, wanted: str) -> Recorded:
         digest=version.digest,
         commit=tags.get("mlflow.source.git.commit", "none"),
         params=params,
-        lock={k: dict(v) for k, v in ((yaml.safe_load(lock) or {}).get("stages") or {}).items()},
+        lock=parse_lock(lock.encode(), "dvc.lock of the pipeline run"),
         result=json.loads(read_artifact(run, "result.json") or "{}"),
         same_machine=not differ,
         elsewhere=", ".join(differ),
@@ -161,7 +160,7 @@ def _compare(folder: Path, known: Recorded, console: Console) -> int:
     """Digests where they have to be equal, numbers elsewhere."""
     dag = read_dag(folder)
     needed = [step.name for step in dag if step.name == UP_TO or UP_TO in dag.below(step.name)]
-    here = dvc.read_lock(folder)
+    here = read_lock(folder)
     lines = dvc.differences(
         {name: known.lock[name] for name in needed if name in known.lock},
         {name: here[name] for name in needed if name in here},

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
-from data.errors import DataError
+from data.errors import DataError, InfrastructureError
 from tasks.params import FILE, Params, parse, read_raw
 from tasks.places import STAGES, Json, home, read_json, stage_folder
+from tasks.publish import Lock, read_lock
 from tasks.report import ORDER, RESULTS
 
 Rows = Sequence[Mapping[str, object]]
@@ -146,23 +144,19 @@ def used_params(project: Path, failed: Set[str] = frozenset()) -> Params:
     did not fail since, else that of params.yaml.
     """
     raw = read_raw(project / FILE)
-    lock = project / "dvc.lock"
-    used: dict[str, object] = {}
-    if lock.is_file():
-        try:
-            used = _locked(YAML(typ="safe").load(lock.read_text(encoding="utf-8")), failed)
-        except (YAMLError, UnicodeDecodeError):
-            used = {}
+    try:
+        used = _locked(read_lock(project), failed)
+    except InfrastructureError:
+        used = {}
     return parse({**raw, **used}, f"{FILE} with dvc.lock" if used else FILE)
 
 
-def _locked(lock: object, failed: Set[str]) -> dict[str, object]:
+def _locked(lock: Mapping[str, Lock], failed: Set[str]) -> dict[str, object]:
     """The section of each stage by its own entry in a dvc.lock."""
     found: dict[str, object] = {}
-    stages = lock.get("stages") if isinstance(lock, dict) else None
-    for stage, entry in (stages or {}).items():
-        section = "data" if stage == "validate" else str(stage)
-        sections = entry.get("params", {}).get(FILE, {}) if isinstance(entry, dict) else {}
+    for stage, entry in lock.items():
+        section = "data" if stage == "validate" else stage
+        sections = entry.get("params", {}).get(FILE, {})
         if stage not in failed and section in sections:
             found[section] = sections[section]
     return found

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from tasks.evidence import Facts, Missing, finite
-from tasks.symptoms import METRICS, Evidence, ends, held_out, on_pairs
+from tasks.symptoms import METRICS, Evidence, beyond_length, ends, held_out, on_pairs
 from training.stats import wilson
 
 NEVER = 100_000
@@ -150,10 +150,7 @@ def judge_chance(facts: Facts) -> Evidence:
 
 
 def judge_length(facts: Facts) -> Evidence:
-    accuracy, length = facts.number("judge", "accuracy"), facts.number("judge", "length_baseline")
-    return Evidence(
-        accuracy - length, facts.file("judge"), f"accuracy {accuracy:.2f}, length alone {length:.2f}"
-    )
+    return beyond_length(facts, "judge")
 
 
 def overlap(facts: Facts) -> Evidence:

@@ -11,7 +11,7 @@ import difflib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -122,17 +122,20 @@ def load(project: Path) -> Params:
 
 def read_raw(path: Path) -> dict[str, object]:
     """The file as plain data; YAML 1.2, as DVC reads it (so 1e-5 is a number)."""
+    return _read(path, YAML(typ="safe")) or {}
+
+
+def _read(path: Path, yaml: YAML) -> Any:
+    """What a YAML reader makes of a file of sections, None of an empty one; every fault names the file."""
     try:
-        value = YAML(typ="safe").load(path.read_text(encoding="utf-8-sig"))
+        value = yaml.load(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"{path}: the file is missing; restore it with `git checkout {path.name}`"
         ) from error
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: not valid YAML: {error}") from error
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         raise ConfigurationError(f"{path}: holds a {type(value).__name__}; expected sections such as `sft:`")
     return value
 
@@ -192,7 +195,7 @@ def write_overrides(project: Path, overrides: Sequence[str] = (), profile: str |
         yaml = YAML()
         yaml.preserve_quotes = True
         yaml.width = 110
-        tree = yaml.load(path.read_text(encoding="utf-8-sig")) if path.is_file() else CommentedMap()
+        tree = _read(path, yaml) if path.is_file() else None
         tree = CommentedMap() if tree is None else tree
         changed: list[str] = []
         where = FILE
@@ -272,9 +275,14 @@ def _set(tree: CommentedMap, key: str, value: object, changed: list[str]) -> Non
         if not isinstance(tree[part], dict):
             raise ConfigurationError(f"override {key}: {part} is a single value, it has no keys below it")
         tree = tree[part]
-    if last not in tree or tree[last] != value or isinstance(tree[last], bool) != isinstance(value, bool):
+    if _differs(tree, last, value):
         tree[last] = value
         changed.append(key)
+
+
+def _differs(tree: CommentedMap, key: str, value: object) -> bool:
+    """Whether a key is absent or has another value; true is no 1."""
+    return key not in tree or tree[key] != value or isinstance(tree[key], bool) != isinstance(value, bool)
 
 
 def _become(tree: CommentedMap, wanted: Mapping[str, object], prefix: str, changed: list[str]) -> None:
@@ -285,7 +293,7 @@ def _become(tree: CommentedMap, wanted: Mapping[str, object], prefix: str, chang
     for key, value in wanted.items():
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
             _become(tree[key], value, f"{prefix}{key}.", changed)
-        elif key not in tree or tree[key] != value or isinstance(tree[key], bool) != isinstance(value, bool):
+        elif _differs(tree, key, value):
             tree[key] = value
             changed.append(f"{prefix}{key}")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.follow import Metrics
 from tasks.places import Json, read_json, stage_folder
 
 if TYPE_CHECKING:
@@ -58,15 +58,11 @@ def _result(project: Path, stage: str) -> Json:
 def _series(file: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Metric -> steps and values."""
     series: dict[str, tuple[list[int], list[float]]] = {}
-    if not file.is_file():
-        return series
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for step, row in Metrics(file).read():
         for key, value in row.items():
-            if key != "step" and isinstance(value, int | float):
-                steps, values = series.setdefault(key, ([], []))
-                steps.append(int(row["step"]))
-                values.append(float(value))
+            steps, values = series.setdefault(key, ([], []))
+            steps.append(step)
+            values.append(value)
     return series
 
 

@@ -15,9 +15,11 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from data.errors import InfrastructureError
 from tasks.places import STAGES, files_below, home, stage_folder, write_json
@@ -109,15 +111,37 @@ def dvc_digest(work: Path, names: Iterable[str]) -> str:
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest() + ".dir"
 
 
+Lock = dict[str, Any]
+"""A stage's entry in dvc.lock: command, dependencies, parameters and outputs."""
+
+
+def read_lock(project: Path) -> dict[str, Lock]:
+    """dvc.lock, parsed; nothing when there is none."""
+    path = project / "dvc.lock"
+    return parse_lock(path.read_bytes(), str(path)) if path.is_file() else {}
+
+
+def parse_lock(content: bytes, where: str) -> dict[str, Lock]:
+    """Stage -> its entry. YAML 1.2, as DVC writes it (so 1e-05 is a number)."""
+    remedy = "restore it with `git checkout dvc.lock` or delete it"
+    try:
+        tree = YAML(typ="safe").load(content.decode("utf-8")) or {}
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise InfrastructureError(f"{where}: not valid YAML ({error}); {remedy}") from error
+    stages = (tree.get("stages") or {}) if isinstance(tree, dict) else None
+    if not isinstance(stages, dict) or not all(isinstance(entry, dict) for entry in stages.values()):
+        raise InfrastructureError(f"{where}: has no stages by name, so DVC did not write it; {remedy}")
+    return {str(name): entry for name, entry in stages.items()}
+
+
 def locked_outputs(project: Path) -> dict[str, str]:
     """Stage -> digest of its output folder, as `dvc.lock` has them."""
-    path = project / "dvc.lock"
     try:
-        lock = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (yaml.YAMLError, UnicodeDecodeError):
+        lock = read_lock(project)
+    except InfrastructureError:
         return {}  # DVC is the one to complain about its file; nothing is cleaned on its word
     found: dict[str, str] = {}
-    for stage, entry in ((lock or {}).get("stages") or {}).items():
+    for stage, entry in lock.items():
         for out in entry.get("outs") or []:
             if out.get("path") == (STAGES / stage).as_posix():
                 found[stage] = str(out.get("md5"))

@@ -123,6 +123,13 @@ def held_out(facts: Facts, stage: str) -> Evidence:
     return Evidence(lower, facts.file(stage), seen)
 
 
+def beyond_length(facts: Facts, stage: str) -> Evidence:
+    """What reward model or judge puts right more than length alone does."""
+    accuracy, length = facts.number(stage, "accuracy"), facts.number(stage, "length_baseline")
+    seen = f"accuracy {accuracy:.2f}, length alone {length:.2f}"
+    return Evidence(accuracy - length, facts.file(stage), seen)
+
+
 def reward_pairs(facts: Facts) -> Evidence:
     n, least = facts.number("reward", "n"), facts.params.reward.gate.min_pairs
     seen = f"{n:.0f} held-out pairs, gate.min_pairs {least}"
@@ -134,9 +141,7 @@ def reward_chance(facts: Facts) -> Evidence:
 
 
 def reward_length(facts: Facts) -> Evidence:
-    accuracy, length = facts.number("reward", "accuracy"), facts.number("reward", "length_baseline")
-    seen = f"accuracy {accuracy:.2f}, length alone {length:.2f}"
-    return Evidence(accuracy - length, facts.file("reward"), seen)
+    return beyond_length(facts, "reward")
 
 
 def calibration(facts: Facts) -> Evidence:

@@ -14,6 +14,7 @@ import pytest
 
 from data.errors import InfrastructureError
 from flows import dvc
+from tasks.publish import Lock, read_lock
 
 LOCK = """
 schema: '2.0'
@@ -26,13 +27,13 @@ stages:
 """
 
 
-def lock_of(folder: Path, text: str) -> dict[str, dvc.Lock]:
+def lock_of(folder: Path, text: str) -> dict[str, Lock]:
     (folder / "dvc.lock").write_text(text, encoding="utf-8")
-    return dvc.read_lock(folder)
+    return read_lock(folder)
 
 
 def test_equal_locks_differ_in_nothing_whatever_their_order(tmp_path: Path) -> None:
-    assert dvc.read_lock(tmp_path) == {}
+    assert read_lock(tmp_path) == {}
     one = lock_of(tmp_path, LOCK)
     other = lock_of(tmp_path, LOCK.replace("seed: 0, sft.lr: 0.1", "sft.lr: 0.1, seed: 0"))
     assert dvc.differences(one, other) == []
@@ -55,6 +56,13 @@ def test_each_difference_is_named(tmp_path: Path, old: str, new: str, said: str)
 def test_a_broken_lock_names_file_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match=r"(?s)dvc\.lock: not valid YAML .*git checkout dvc\.lock"):
         lock_of(tmp_path, "stages: [")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"- a\n", b"stages: [1]\n", b"stages: {a: 1}\n"])
+def test_a_lock_that_dvc_did_not_write_names_file_and_remedy(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "dvc.lock").write_bytes(content)
+    with pytest.raises(InfrastructureError, match=r"(?s)dvc\.lock: .*git checkout dvc\.lock"):
+        read_lock(tmp_path)
 
 
 def test_a_half_written_rwlock_is_removed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from flows import dvc
+from tasks.publish import read_lock
 from tests.flows.conftest import FOLDER, calls_outside, command, environment, processes_of, started
 from tests.flows.tiny_project import make_tiny
 
@@ -56,7 +57,7 @@ def by_flow(workspaces: Callable[[str], Path]) -> tuple[Path, str]:
 
 def test_two_ways_give_the_same_digests(undisturbed: Path, by_flow: tuple[Path, str]) -> None:
     project, said = by_flow
-    assert dvc.differences(dvc.read_lock(undisturbed), dvc.read_lock(project)) == []
+    assert dvc.differences(read_lock(undisturbed), read_lock(project)) == []
     assert "registered version  " in said
     assert "tiny 1" in said
     assert processes_of(project) == []
@@ -84,7 +85,7 @@ def test_two_ways_give_the_same_digests(undisturbed: Path, by_flow: tuple[Path, 
     # Champion is now the own candidate: the always-run steps change nothing, by dvc either.
     around = {**environment(), **dvc.environment(project)}
     subprocess.run(dvc.command("repro"), cwd=project, env=around, check=True, capture_output=True)
-    assert dvc.differences(dvc.read_lock(undisturbed), dvc.read_lock(project)) == []
+    assert dvc.differences(read_lock(undisturbed), read_lock(project)) == []
 
 
 def test_killed_anywhere_it_ends_with_the_same_digests(
@@ -101,7 +102,7 @@ def test_killed_anywhere_it_ends_with_the_same_digests(
 
     done = command(project, "run", timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert dvc.differences(dvc.read_lock(undisturbed), dvc.read_lock(project)) == []
+    assert dvc.differences(read_lock(undisturbed), read_lock(project)) == []
     assert processes_of(project) == []
     assert no_run_is_open(project)
 

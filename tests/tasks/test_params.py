@@ -71,6 +71,14 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"model: [", b"seed: 1\nseed: 2\n", b"- 1\n", b"seed: 0 # \xe9\n"])
+def test_a_faulty_file_is_named_before_anything_is_written(project: Path, content: bytes) -> None:
+    (project / FILE).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"params\.yaml: "):
+        write_overrides(project, ["seed=1"])
+    assert (project / FILE).read_bytes() == content
+
+
 def test_overrides_are_written_and_comments_survive(project: Path) -> None:
     changed = write_overrides(project, ["sft.lr=1e-5", "sft.lora=null", "optimize.kl.target=0.3", "seed=0"])
     assert changed == ["sft.lr", "sft.lora", "optimize.kl.target"]
