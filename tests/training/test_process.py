@@ -268,6 +268,8 @@ def test_baselines_take_their_rule_from_the_training_steps() -> None:
             Verdict(0.0, True, 2, "x")]  # fmt: skip
     assert majority_baseline(rows, held) == ("right", 0.75)
     assert length_baseline(rows, held) == ("longer", 0.25), "the median of 4, 3 and 1 is 3"
+    even = [answer(0, (True, True, False), steps=("aaa", "aaa", "a"))]
+    assert length_baseline(even, held)[0] == "longer", "the median itself is long"
     flipped = [answer(0, (False, False, True), steps=("aaaa", "aaa", "a"))]
     assert majority_baseline(flipped, held) == ("wrong", 0.25)
     assert length_baseline(flipped, held) == ("shorter", 0.75)
