@@ -21,14 +21,15 @@ from data.records import (
     Preference,
     Prompt,
     Role,
+    StepLabels,
     canonical_json,
     digest,
     group_key,
     prompt_text,
 )
 
-Record = Preference | Demonstration | Feedback | Prompt
-Kind = Literal["preference", "demonstration", "feedback", "prompt"]
+Record = Preference | Demonstration | Feedback | StepLabels | Prompt
+Kind = Literal["preference", "demonstration", "feedback", "steplabels", "prompt"]
 
 REASONS: dict[str, str] = {
     # The bytes
@@ -131,7 +132,7 @@ class Draft:
     prompt: list[tuple[str, str]]
     """(role, content) in our names of roles; unknown roles as they came."""
     answers: tuple[str, ...] = ()
-    """(chosen, rejected), (answer,) or ()."""
+    """(chosen, rejected), (answer,), all steps of one answer, or ()."""
     label: bool | None = None
     meta: dict[str, JsonValue] = field(default_factory=dict)
     """Further fields of the record by name, unchecked."""
@@ -167,7 +168,9 @@ def judge_draft(draft: Draft, params: DataParams, source: str) -> Record:
         check_text(answer, name)
         if not answer.strip():
             raise Fault("empty_answer", name, "the answer has no text; give one or remove the row", answer)
-    size = sum(len(message.content) for message in prompt) + max(map(len, draft.answers), default=0)
+    lengths = [len(answer) for answer in draft.answers]
+    spoken = sum(lengths) if draft.kind == "steplabels" else max(lengths, default=0)
+    size = sum(len(message.content) for message in prompt) + spoken
     if size > params.max_chars:
         raise Fault(
             "too_long",
@@ -244,6 +247,8 @@ def _check_encodable(value: JsonValue, name: str) -> None:
 
 
 def _answer_names(draft: Draft) -> tuple[str, ...]:
+    if draft.kind == "steplabels":
+        return tuple(f"steps[{position}]" for position in range(len(draft.answers)))
     return ("chosen", "rejected") if draft.kind == "preference" else ("answer",) * len(draft.answers)
 
 
@@ -282,6 +287,18 @@ def _build(draft: Draft, prompt: tuple[Message, ...], params: DataParams, source
             extra=draft.extra,
             answer=draft.answers[0],
             label=draft.label,
+            annotator=annotator,
+        )
+    if draft.kind == "steplabels":
+        labels = _step_labels(draft.meta.get("labels"), len(draft.answers))
+        return StepLabels(
+            prompt=prompt,
+            id=digest("steplabels", text, *draft.answers, canonical_json(list(labels)), annotator or ""),
+            group=group,
+            source=source,
+            extra=draft.extra,
+            steps=draft.answers,
+            labels=labels,
             annotator=annotator,
         )
     chosen, rejected = draft.answers
@@ -344,6 +361,20 @@ def _votes(value: JsonValue) -> tuple[int, int] | None:
             if first >= 0 and second >= 0 and first + second > 0:
                 return first, second
     raise Fault("bad_value", "votes", "must be [for, against], two counts from 0, not both 0", value)
+
+
+def _step_labels(value: JsonValue, steps: int) -> tuple[bool | None, ...]:
+    if not isinstance(value, list) or len(value) != steps:
+        found = f"{len(value)} labels" if isinstance(value, list) else type_name(value)
+        raise Fault("not_label", "labels", f"must be one label for each of {steps} steps, is {found}", value)
+    for position, label in enumerate(value):
+        if label is not None and (not isinstance(label, bool | int) or label not in (0, 1)):
+            raise Fault(
+                "not_label", f"labels[{position}]", "must be true, false, 1, 0, or null for not judged", label
+            )
+    if all(label is None for label in value):
+        raise Fault("not_label", "labels", "no step is judged; give at least one label that is not null")
+    return tuple(None if label is None else bool(label) for label in value)
 
 
 def _flag(value: JsonValue) -> bool:

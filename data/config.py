@@ -15,6 +15,7 @@ Format = Literal[
     "alpaca",
     "question_answer",
     "unpaired",
+    "stepwise",
     "prompts",
     "tree",
     "label_studio",

@@ -16,13 +16,23 @@ from data.agreement import LengthBaseline
 from data.checks import Record
 from data.config import PARTS, DataParams, Part
 from data.intake import Intake, Quarantine, answer_key, name_of, refusal_of
-from data.records import Demonstration, Feedback, Preference, Prompt, digest, prompt_text, to_line
-from data.splits import assign, position
+from data.records import (
+    Demonstration,
+    Feedback,
+    Preference,
+    Prompt,
+    StepLabels,
+    digest,
+    prompt_text,
+    to_line,
+)
+from data.splits import assign, position, train_or_validation
 
 PAIRS: dict[Part, str] = {part: f"pairs_{part}.jsonl" for part in PARTS}
 DEMONSTRATIONS, FEEDBACK = "demonstrations.jsonl", "feedback.jsonl"
+STEPS: dict[Part, str] = {"train": "steps_train.jsonl", "validation": "steps_validation.jsonl"}
 PROMPTS_TRAIN, PROMPTS_EVAL = "prompts_train.jsonl", "prompts_eval.jsonl"
-RECORD_FILES = (*PAIRS.values(), DEMONSTRATIONS, FEEDBACK, PROMPTS_TRAIN, PROMPTS_EVAL)
+RECORD_FILES = (*PAIRS.values(), *STEPS.values(), DEMONSTRATIONS, FEEDBACK, PROMPTS_TRAIN, PROMPTS_EVAL)
 LABELS = ("annotator", "style", "dimension", "error_type", "topic")
 
 
@@ -55,12 +65,15 @@ class Emitter:
         self.seed = seed
         self.quarantine = quarantine
         self.parts = assign(intake.pair_groups, params, seed)
+        self.paired = bool(self.parts)
+        # A process reward model has no judge's part: steps without pairs only train it and test it.
+        self.parts |= train_or_validation(intake.step_groups - set(self.parts), params, seed)
         self.eval_groups = intake.eval_groups - set(self.parts)
         self.result = Emitted()
         self.written: dict[str, set[int]] = {name: set() for name in RECORD_FILES}
         self.streams: dict[str, TextIO] = {}
         if intake.totals().kept["demonstration"] == 0:
-            self.result.demonstrations_from = "chosen" if self.parts else "feedback"
+            self.result.demonstrations_from = "chosen" if self.paired else "feedback"
         self.best = self._best_pairs() if self.result.demonstrations_from == "chosen" else set()
 
     def write(self, out: Path) -> Emitted:
@@ -74,6 +87,8 @@ class Emitter:
                     self._evaluation(record)
                 elif isinstance(record, Preference):
                     self._pair(record)
+                elif isinstance(record, StepLabels):
+                    self._steps(record)
                 else:
                     self._other(record)
         return self.result
@@ -82,7 +97,8 @@ class Emitter:
         part = self.parts.get(prompt.group)
         if part is not None:
             self._refuse(
-                prompt, f"the evaluation prompt's group has pairs in the {part} part; ask something else"
+                prompt,
+                f"the evaluation prompt's group has pairs or steps in the {part} part; ask something else",
             )
             return
         self._put(PROMPTS_EVAL, prompt)
@@ -103,12 +119,21 @@ class Emitter:
         elif part == "test" and not self.params.eval_prompts:
             self._put_prompt(PROMPTS_EVAL, pair)
 
+    def _steps(self, record: StepLabels) -> None:
+        part = self.parts[record.group]
+        if part not in STEPS:
+            self._refuse(record, f"the prompt's group has pairs in the held-out {part} part")
+            return
+        self._put(STEPS[part], record)
+        if part == "train":
+            self._put_prompt(PROMPTS_TRAIN, record)
+
     def _other(self, record: Demonstration | Feedback | Prompt) -> None:
         part = self.parts.get(record.group)
         if record.group in self.eval_groups:
             self._refuse(record, "the prompt's group is among the evaluation prompts")
         elif part not in (None, "train"):
-            self._refuse(record, f"the prompt's group has pairs in the held-out {part} part")
+            self._refuse(record, f"the prompt's group has pairs or steps in the held-out {part} part")
         elif self._is_held_out(record.group):
             self._put_prompt(PROMPTS_EVAL, record)
         else:
@@ -118,7 +143,7 @@ class Emitter:
         if isinstance(record, Prompt):
             self._put(PROMPTS_TRAIN, record)
             return
-        if not self.parts:  # With pairs, rollouts start from the prompts that the reward model knows.
+        if not self.paired:  # With pairs, rollouts start from the prompts that the reward model knows.
             self._put_prompt(PROMPTS_TRAIN, record)
         if isinstance(record, Demonstration):
             self._put(DEMONSTRATIONS, record)
@@ -129,7 +154,7 @@ class Emitter:
 
     def _is_held_out(self, group: str) -> bool:
         """Without pairs and without evaluation prompts, the test share of all groups is the evaluation."""
-        if self.parts or self.params.eval_prompts:
+        if self.paired or self.params.eval_prompts:
             return False
         return position(group, self.seed) >= 1.0 - self.params.splits.test
 

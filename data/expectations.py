@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from data.checks import Record
 from data.config import DataParams
-from data.emit import DEMONSTRATIONS, FEEDBACK, PAIRS, PROMPTS_EVAL, PROMPTS_TRAIN
-from data.records import Demonstration, Feedback, Preference, Prompt, read_records
+from data.emit import DEMONSTRATIONS, FEEDBACK, PAIRS, PROMPTS_EVAL, PROMPTS_TRAIN, STEPS
+from data.records import Demonstration, Feedback, Preference, Prompt, StepLabels, read_records
 from data.splits import intervals
 
 Cell = str | int | float | bool | None
@@ -59,7 +60,12 @@ def check_files(out: Path, params: DataParams) -> list[Check]:
         _columns(_prompt_rows(out / PROMPTS_TRAIN)),
         _columns(_prompt_rows(out / PROMPTS_EVAL)),
     )
-    parts = list(zip(pairs.get("group", []), pairs.get("part", []), strict=True))
+    steps = _columns(_step_rows(out))
+    parts = [
+        place
+        for table in (pairs, steps)
+        for place in zip(table.get("group", []), table.get("part", []), strict=True)
+    ]
     held_out = {group for group, part in parts if part != "train"} | set(evaluation.get("group", []))
     for table in (demonstrations, feedback, prompts):
         _mark_apart(table, held_out)
@@ -71,8 +77,11 @@ def check_files(out: Path, params: DataParams) -> list[Check]:
         ("prompts_eval", evaluation, _prompt_suite(params, "prompts to evaluate on")),
     ]
     if pairs or params.min_pairs:
-        _mark_one_part(pairs)
+        _mark_one_part(pairs, parts)
         tables.insert(0, ("pairs", pairs, _pair_suite(params)))
+    if steps:
+        _mark_one_part(steps, parts)
+        tables.append(("steps", steps, _step_suite(params)))
     if feedback:
         tables.append(("feedback", feedback, _answer_suite(params, "rows of feedback")))
     return _evaluate(tables)
@@ -95,6 +104,18 @@ def _pair_rows(out: Path) -> Iterator[Row]:
             }
 
 
+def _step_rows(out: Path) -> Iterator[Row]:
+    for part, name in STEPS.items():
+        for row in read_records(out / name, StepLabels):
+            yield {
+                **_common(row),
+                "part": part,
+                "answer_chars": sum(map(len, row.steps)),
+                "labels_fit": len(row.labels) == len(row.steps)
+                and any(one is not None for one in row.labels),
+            }
+
+
 def _demonstration_rows(out: Path) -> Iterator[Row]:
     for row in read_records(out / DEMONSTRATIONS, Demonstration):
         yield {**_common(row), "answer_chars": len(row.answer)}
@@ -110,7 +131,7 @@ def _prompt_rows(path: Path) -> Iterator[Row]:
         yield _common(row)
 
 
-def _common(record: Preference | Demonstration | Feedback | Prompt) -> Row:
+def _common(record: Record) -> Row:
     return {
         "id": record.id,
         "group": record.group,
@@ -127,9 +148,9 @@ def _columns(rows: Iterator[Row]) -> Columns:
     return columns
 
 
-def _mark_one_part(table: Columns) -> None:
+def _mark_one_part(table: Columns, places: Sequence[tuple[Cell, Cell]]) -> None:
     parts: dict[Cell, set[Cell]] = {}
-    for group, part in zip(table.get("group", []), table.get("part", []), strict=True):
+    for group, part in places:
         parts.setdefault(group, set()).add(part)
     table["group_in_one_part"] = [len(parts[group]) == 1 for group in table.get("group", [])]
 
@@ -179,6 +200,15 @@ def _pair_suite(params: DataParams) -> list[_Wanted]:
         _between("weight", "weights are above 0", 0, None, strict=True),
         _between("agreement", "agreement is a share", 0, 1),
         _Wanted("ExpectColumnDistinctValuesToEqualSet", "every part has pairs, and no other", parts),
+        _true("group_in_one_part", "no prompt group stands in two parts"),
+    ]
+
+
+def _step_suite(params: DataParams) -> list[_Wanted]:
+    return [
+        *_common_suite(params),
+        _between("answer_chars", "answers are neither empty nor over-long", 1, params.max_chars),
+        _true("labels_fit", "each step has its label, and some step is judged"),
         _true("group_in_one_part", "no prompt group stands in two parts"),
     ]
 

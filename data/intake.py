@@ -26,6 +26,7 @@ from data.records import (
     Feedback,
     Preference,
     Prompt,
+    StepLabels,
     canonical_json,
     digest,
     prompt_text,
@@ -36,6 +37,7 @@ KINDS: dict[str, type[Record]] = {
     "preference": Preference,
     "demonstration": Demonstration,
     "feedback": Feedback,
+    "steplabels": StepLabels,
     "prompt": Prompt,
 }
 _EXAMPLES = 5
@@ -115,6 +117,8 @@ class Intake:
     counts: dict[str, SourceCount] = field(default_factory=dict)
     pair_groups: Counter[str] = field(default_factory=Counter)
     """Pairs of each prompt group that has any."""
+    step_groups: set[str] = field(default_factory=set)
+    """Groups of the prompts whose answers have labelled steps."""
     eval_groups: set[str] = field(default_factory=set)
     """Groups of the prompts from data.eval_prompts."""
     prompt_ids: set[str] = field(default_factory=set)
@@ -175,6 +179,8 @@ class Intake:
             self.eval_groups.add(record.group)
         elif isinstance(record, Prompt):
             self.prompt_ids.add(record.id)
+        elif isinstance(record, StepLabels):
+            self.step_groups.add(record.group)
 
     def records(self) -> Iterator[tuple[Purpose, Record]]:
         """The kept records again, in the order in which they were read."""

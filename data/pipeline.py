@@ -23,6 +23,7 @@ from data.emit import (
     PROMPTS_EVAL,
     PROMPTS_TRAIN,
     RECORD_FILES,
+    STEPS,
     Emitted,
     Emitter,
 )
@@ -157,6 +158,7 @@ def _result(
         "demonstrations": emitted.rows[DEMONSTRATIONS],
         "demonstrations_from": emitted.demonstrations_from,
         "feedback": emitted.rows[FEEDBACK],
+        "step_labels": {part: emitted.rows[name] for part, name in STEPS.items()},
         "disputed": emitted.disputed,
         "multi_turn": emitted.multi_turn,
         "length_baseline": {

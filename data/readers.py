@@ -78,7 +78,7 @@ SHAPES: tuple[Shape, ...] = (
     Shape("messages", looks_messages, read_conversation),
     Shape("alpaca", looks_alpaca, read_alpaca),
     Shape("question_answer", looks_question_answer, read_answered),
-    Shape("unpaired", looks_stepwise, read_stepwise),
+    Shape("stepwise", looks_stepwise, read_stepwise),
     Shape("unpaired", looks_unpaired, read_answered),
     Shape("prompts", looks_prompts, read_prompt),
 )

@@ -284,11 +284,23 @@ def read_prompt(fields: Fields) -> Iterator[Draft]:
     yield Draft("prompt", prompt, meta=meta, extra=fields.rest())
 
 
+# Answers in steps, each with a label of its own
+
+
 def looks_stepwise(fields: Fields) -> bool:
-    return fields.has("prompt", "completions")
+    steps = isinstance(fields.row.get("steps"), list) and fields.has("labels")
+    return fields.first(*_PROMPT_KEYS) is not None and (steps or fields.has("completions"))
 
 
-def read_stepwise(fields: Fields) -> Iterator[Draft | Fault]:
-    """Step-wise supervision (completions with labels) is recognised, so that it is not taken for a prompt."""
-    fields.take("completions")
-    yield Fault("unsupported", "completions", "step-wise labels are not read; give one answer a row")
+def read_stepwise(fields: Fields) -> Iterator[Draft]:
+    """A prompt, `steps` (TRL: `completions`) and `labels`: true, false, or null where nobody judged."""
+    fields.refuse_media_and_tools()
+    prompt = _prompt_turns(fields)
+    key = "steps" if fields.has("steps") else "completions"
+    value = fields.take(key)
+    if not isinstance(value, list) or not value:
+        raise Fault("missing", key, f"must be a list with at least one step, is {type_name(value)}", value)
+    if not fields.has("labels"):
+        raise Fault("missing", "labels", f"{key} need a list of labels: true, false or null for each")
+    steps = tuple(as_text(step, f"{key}[{at}]", fields.coerce) for at, step in enumerate(value))
+    yield Draft("steplabels", prompt, steps, meta=fields.meta("labels", "annotator"), extra=fields.rest())

@@ -95,6 +95,15 @@ class Feedback(_Record):
     annotator: str | None = None
 
 
+class StepLabels(_Record):
+    """A prompt and an answer in steps, each found right (True), wrong (False) or not judged (None)."""
+
+    steps: tuple[str, ...] = Field(strict=False, min_length=1)
+    labels: tuple[bool | None, ...] = Field(strict=False, min_length=1)
+    """One a step; at least one is no None."""
+    annotator: str | None = None
+
+
 class Judgement(_Record):
     """A verdict on two answers, by a person or a judge, whose identity was hidden from it."""
 

@@ -9,7 +9,7 @@ interval move there from parts that can spare them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from data.config import PARTS, DataParams, Part, SplitParams
 from data.errors import DataError
@@ -67,6 +67,13 @@ def assign(sizes: Mapping[str, int], params: DataParams, seed: int) -> dict[str,
             f"{sizes[largest]} of {sum(sizes.values())} pairs; set data.group_by: prompt or give more prompts"
         )
     return parts
+
+
+def train_or_validation(groups: Collection[str], params: DataParams, seed: int) -> dict[str, Part]:
+    """Part of each group that has labelled steps and no pairs, by the shares of these two parts alone."""
+    shares = params.splits
+    bound = shares.train / (shares.train + shares.validation)
+    return {group: "train" if position(group, seed) < bound else "validation" for group in sorted(groups)}
 
 
 def _part_at(u: float, places: Mapping[Part, tuple[float, float]]) -> Part:

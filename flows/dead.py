@@ -141,6 +141,11 @@ RULES: tuple[Rule, ...] = (
         "generator.kind is builtin",
     ),
     Rule(
+        ("reward.centring",),
+        lambda p: p.reward.process is not None,
+        "reward.process scores steps: there is no pair to centre",
+    ),
+    Rule(
         ("model.revision",),
         lambda p: p.model.source.startswith("gguf:") or not is_hub_id(p.model.source),
         "model.source is no hub id",

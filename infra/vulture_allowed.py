@@ -24,8 +24,5 @@ model_config  # noqa
 paired_bootstrap  # noqa
 plumbline_load  # noqa
 post  # noqa
-process_minimum  # noqa
-process_product  # noqa
-process_reward  # noqa
 threshold  # noqa
 topic  # noqa

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
@@ -113,6 +113,16 @@ class Params(Section):
     promote: PromoteParams = Field(default_factory=PromoteParams)
     registry: RegistryParams = Field(default_factory=RegistryParams)
     pipeline: PipelineParams = Field(default_factory=PipelineParams)
+
+    @field_validator("judge")
+    @classmethod
+    def _pairs(cls, judge: RewardParams) -> RewardParams:
+        if judge.process is not None:
+            raise ValueError(
+                "process is for reward; the judge compares whole answers: take judge.process out, or set it "
+                "to null"
+            )
+        return judge
 
 
 def load(project: Path) -> Params:

@@ -1,5 +1,5 @@
 """The reward model (the proxy that is optimised): trained on the train part, tested on the validation
-part.
+part, on pairs or, with `reward.process`, on labelled steps.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from tasks.stage import Stage, run
 from training.config import RewardParams
 
 
-def train(stage: Stage, params: RewardParams, pairs: str, held_out: str) -> None:
-    """Bradley-Terry on one part of the preferences, tested on another; the gate's verdict is in the
+def train(
+    stage: Stage, params: RewardParams, pairs: str, held_out: str, program: str = "training.reward"
+) -> None:
+    """A reward model from one part of the records, tested on another; the gate's verdict is in the
     result.
     """
     inputs: dict[str, Path] = {
@@ -20,13 +22,17 @@ def train(stage: Stage, params: RewardParams, pairs: str, held_out: str) -> None
     }
     if params.model == "policy":
         inputs["model"] = stage.output_of("base", "model")
-    stage.launch("training.reward", params, inputs, params.processes, params.threads)
+    stage.launch(program, params, inputs, params.processes, params.threads)
     stage.publish("result.json", "metrics.jsonl", "journal.jsonl", "model")
 
 
 def body(stage: Stage) -> None:
     """The proxy."""
-    train(stage, stage.params.reward, "pairs_train.jsonl", "pairs_validation.jsonl")
+    params = stage.params.reward
+    if params.process is not None:
+        train(stage, params, "steps_train.jsonl", "steps_validation.jsonl", "training.process")
+    else:
+        train(stage, params, "pairs_train.jsonl", "pairs_validation.jsonl")
 
 
 if __name__ == "__main__":

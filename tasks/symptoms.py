@@ -131,13 +131,20 @@ def beyond_length(facts: Facts, stage: str) -> Evidence:
 
 
 def reward_pairs(facts: Facts) -> Evidence:
-    n, least = facts.number("reward", "n"), facts.params.reward.gate.min_pairs
-    seen = f"{n:.0f} held-out pairs, gate.min_pairs {least}"
+    what, key = ("prompts", "prompts") if facts.params.reward.process else ("pairs", "n")
+    n, least = facts.number("reward", key), facts.params.reward.gate.min_pairs
+    seen = f"{n:.0f} held-out {what}, gate.min_pairs {least}"
     return Evidence(n / least, facts.file("reward"), seen)
 
 
 def reward_chance(facts: Facts) -> Evidence:
-    return held_out(facts, "reward")
+    """Chance is one half for pairs; for steps it is the commoner label, so what is above it counts from
+    one half on."""
+    if not facts.params.reward.process:
+        return held_out(facts, "reward")
+    lower, common = facts.interval("reward")[0], facts.number("reward", "majority_baseline")
+    seen = f"accuracy of steps at least {lower:.2f}, the commoner label alone {common:.2f}"
+    return Evidence(0.5 + lower - max(common, 0.5), facts.file("reward"), seen)
 
 
 def reward_length(facts: Facts) -> Evidence:

@@ -158,12 +158,31 @@ class GateParams(Section):
     confidence: float = Field(
         0.95, gt=0.5, lt=1, description="of the Wilson interval of the held-out accuracy"
     )
-    beat_length: bool = Field(True, description="must beat 'one length wins' on the same held-out pairs")
-    min_pairs: int = Field(30, ge=1, description="held-out pairs below which the gate stays closed")
+    beat_length: bool = Field(
+        True, description="must beat 'one length wins' (process: 'is right') on the same held-out rows"
+    )
+    min_pairs: int = Field(
+        30, ge=1, description="held-out pairs (process: prompts) below which the gate stays closed"
+    )
+
+
+class ProcessParams(Section):
+    """A reward model that scores each step of an answer, trained on labelled steps [2305.20050]."""
+
+    split: Literal["paragraph", "line"] = Field(
+        "paragraph", description="what parts an answer's steps: blank lines, or line ends"
+    )
+    reduce: Literal["product", "minimum"] = Field(
+        "product", description="steps to a reward: chance that all are right, or that of the worst"
+    )
 
 
 class RewardParams(Section):
-    """Bradley-Terry reward model (or judge) on preference pairs."""
+    """Bradley-Terry reward model (or judge) on preference pairs, or a process reward model on steps."""
+
+    process: ProcessParams | None = Field(
+        None, description="a score a step, from records of steps and labels; null: pairs"
+    )
 
     model: str = Field(
         "minilm", min_length=1, description="minilm, policy (the stage's causal LM), a folder or a hub id"
@@ -189,7 +208,7 @@ class RewardParams(Section):
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay, matrices only")
     margin: float = Field(0.0, ge=0, description="score difference asked for beyond the sign, in score units")
     centring: float = Field(
-        0.01, ge=0, description="weight of (sum of the two scores)^2, keeps scores near 0"
+        0.01, ge=0, description="pairs: weight of (sum of the two scores)^2, keeps scores near 0"
     )
     smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of labels taken to be wrong")
     heads: Names = Field((), description="dimensions with a head each; empty: one head for all pairs")
@@ -217,6 +236,19 @@ class RewardParams(Section):
 
     @model_validator(mode="after")
     def _heads(self) -> Self:
+        if self.process is not None:
+            pairs_only = {"heads": self.heads, "margin": self.margin, "smoothing": self.smoothing}
+            dead = [name for name, value in pairs_only.items() if value]
+            if dead:
+                raise ValueError(
+                    f"process scores steps, and {', '.join(dead)} belong to pairs; take them out, or set "
+                    "process: null"
+                )
+            if self.model == "minilm":
+                raise ValueError(
+                    "process with model: minilm: an encoder reads in both directions, so a step's score "
+                    "would know the steps after it; set model: policy or name a causal LM"
+                )
         if len(set(self.heads)) != len(self.heads):
             raise ValueError(f"heads names a dimension twice: {list(self.heads)}; name each once")
         if self.engine.tensor_parallel > 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from training.score import (
     locate,
 )
 from training.stats import expected_calibration_error, wilson
+from training.steps import StepBatch
 
 ROUND_TRIP = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Score difference allowed between the trained model and its saved copy."""
@@ -67,7 +68,7 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = nn.ModuleList(members)
 
-    def forward(self, batches: Sequence[Batch | Padded]) -> list[Float[Tensor, "N heads"]]:
+    def forward(self, batches: Sequence[Batch | Padded | StepBatch]) -> list[Float[Tensor, "*N heads"]]:
         """Scores of each member for its own batch."""
         return [member(batch) for member, batch in zip(self.members, batches, strict=True)]
 
@@ -179,9 +180,15 @@ def main(run: RunDir) -> None:
     if start == 0:
         run.journal("start", pairs=len(pairs), held_out=len(test), steps=total, kind=kind,
                     prompts_shared=live.shared, precision=resolve(params.precision))  # fmt: skip
+
+    def work(step: int) -> tuple[float, float]:
+        return train_step(engine, pairs, params, int(tok.pad_token_id), live.shared, run.seed, step)
+
     for step in range(start, total):
-        _step(run, engine, checkpoints, params, pairs, live, state, step, total)
-    _publish(run, engine, live, params, rows, test, state, total)
+        take_step(run, engine, checkpoints, params.checkpoint_every, work, state, step, total)
+    publish(run, engine, live, params, state, total, counts={"pairs": len(rows)},
+            scores=lambda model: pair_scores(model, test[:8]),
+            verdict=lambda model: judge(model, rows, test, params.gate))  # fmt: skip
 
 
 def build_members(source: Path | str, params: RewardParams, seed: int) -> tuple[list[Member], Kind]:
@@ -221,13 +228,14 @@ def head_seed(seed: int, number: int) -> int:
     return seed * 1009 + number
 
 
-def _step(
-    run: RunDir, engine: Engine, checkpoints: Checkpoints, params: RewardParams, pairs: Sequence[Pair],
-    live: ScoreModel, state: dict[str, Any], step: int, total: int,
+def take_step(
+    run: RunDir, engine: Engine, checkpoints: Checkpoints, checkpoint_every: int,
+    work: Callable[[int], tuple[float, float]], state: dict[str, Any], step: int, total: int,
 ) -> None:  # fmt: skip
+    """One optimizer step and what belongs to it. `work` makes the gradient and gives this rank's parts of
+    loss and accuracy."""
     began = time.monotonic()
-    pad_id = int(live.tok.pad_token_id)
-    loss, correct = train_step(engine, pairs, params, pad_id, live.shared, run.seed, step)
+    loss, correct = work(step)
     info = engine.step()
     loss, correct, stop = engine.sum([loss, correct, float(run.stop_requested)])
     state["losses"].append(loss)
@@ -237,16 +245,19 @@ def _step(
     run.timing(step + 1, {"seconds": time.monotonic() - began})
     if not info.finite:
         run.journal("non-finite gradient", step=step + 1, action="nothing moved")
-    if stop or (step + 1) % params.checkpoint_every == 0 or step + 1 == total:
+    if stop or (step + 1) % checkpoint_every == 0 or step + 1 == total:
         checkpoints.save(step + 1, state, healthy=info.finite)
     if stop and step + 1 < total:
         raise Stopped(f"stopped after step {step + 1} of {total}; run again to go on from there")
 
 
-def _publish(
-    run: RunDir, engine: Engine, live: ScoreModel, params: RewardParams, rows: Sequence[Preference],
-    test: Sequence[Preference], state: dict[str, Any], total: int,
+def publish(
+    run: RunDir, engine: Engine, live: ScoreModel, params: RewardParams, state: dict[str, Any], total: int,
+    *, counts: dict[str, Any], scores: Callable[[ScoreModel], Tensor],
+    verdict: Callable[[ScoreModel], dict[str, Any]],
 ) -> None:  # fmt: skip
+    """Saves the model, compares it with its copy by some held-out scores, and writes the verdict on the
+    copy."""
     folder = run.path / "model"
     states = [engine.full_state(member) for member in live.members]
     if engine.first:
@@ -254,37 +265,42 @@ def _publish(
         live.save(folder, dtype, states if params.engine.zero == 3 else None)
         saved = ScoreModel.load(folder)
         if params.engine.zero != 3:
-            check_round_trip(live, saved, test[:8], ROUND_TRIP[dtype])
+            check_round_trip(live, saved, scores, ROUND_TRIP[dtype])
         for number, member in enumerate(saved.members):
             fresh = Member(member.backbone, live.kind, max(1, len(params.heads)), head_seed(run.seed, number))
             if torch.equal(fresh.head.detach(), member.head.detach().cpu()):
                 raise DivergenceError(
                     f"the head of member {number} is as it was at the start: nothing was learned"
                 )
-        verdict = judge(saved, rows, test, params.gate)
         tail = max(1, len(state["correct"]) // 4)
         run.finish(
             {
                 "status": "trained",
                 "digest": digest(folder),
                 "steps": total,
-                "pairs": len(rows),
+                **counts,
                 "loss_first": state["losses"][0],
                 "loss_last": state["losses"][-1],
                 "train_accuracy": sum(state["correct"][-tail:]) / tail,
-                **verdict,
+                **verdict(saved),
             }
         )
     engine.barrier()
 
 
-def check_round_trip(live: ScoreModel, saved: ScoreModel, rows: Sequence[Preference], bound: float) -> None:
+def pair_scores(model: ScoreModel, rows: Sequence[Preference]) -> Float[Tensor, "M N heads"]:
+    """Scores of both answers of some pairs."""
+    return model.score_members([(row.prompt, text) for row in rows for text in (row.chosen, row.rejected)])
+
+
+def check_round_trip(
+    live: ScoreModel, saved: ScoreModel, scores: Callable[[ScoreModel], Tensor], bound: float
+) -> None:
     """Scores of some rows before and after the disk; a head that was not saved shows here."""
     for member in live.members:
         member.eval()
-    texts = [(row.prompt, text) for row in rows for text in (row.chosen, row.rejected)]
     live.precision = "fp32"
-    worst = float((live.score_members(texts) - saved.score_members(texts)).abs().max())
+    worst = float((scores(live) - scores(saved)).abs().max())
     if not worst <= bound:
         raise InfrastructureError(
             f"the saved reward model's scores differ from the trained one's by {worst:.3g} (bound {bound}); "
@@ -296,8 +312,7 @@ def judge(
     model: ScoreModel, rows: Sequence[Preference], test: Sequence[Preference], gate: GateParams
 ) -> dict[str, Any]:
     """Held-out evidence about a score model, and whether it may be used."""
-    texts = [(row.prompt, text) for row in test for text in (row.chosen, row.rejected)]
-    scores = model.score_members(texts).mean(0)
+    scores = pair_scores(model, test).mean(0)
     weights = torch.tensor([head_weights(model.heads, row) for row in test])
     weights = weights / weights.sum(1, keepdim=True)
     gaps = ((scores[0::2] - scores[1::2]) * weights).sum(1).double()

@@ -93,6 +93,9 @@ def process_minimum(score: Float[Tensor, "N R"], mask: Bool[Tensor, "N R"]) -> F
     return torch.where(mask, torch.sigmoid(score), 1.0).amin(1)
 
 
+PROCESS: dict[str, Callable[..., Tensor]] = {"product": process_product, "minimum": process_minimum}
+
+
 # -- ensembles -----------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ and never by id. Only the prompt is cut, on its left, and the answer stays whole
     score = w . h        h [d] in float32, w [heads, d], no bias: a shift of all scores means nothing
     w ~ N(0, 1 / (d + 1)) at the start
 
+A process model (score.json names `process`) gives a score to each step of an answer: training/steps.py.
+
 A folder holds score.json, the tokenizer, and for each ensemble member its backbone and head.safetensors.
 """
 
@@ -36,6 +38,7 @@ from training.chat import encode_answer, encode_prompt, load_tokenizer
 from training.config import Precision
 from training.logprobs import hidden_states
 from training.models import autocast, device, is_lora, plain_copy, without_paths
+from training.steps import StepBatch
 
 Kind = Literal["encoder", "causal"]
 Rows = Sequence[tuple[Sequence[Message], str]]
@@ -66,10 +69,12 @@ class Member(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.head = nn.Parameter(torch.randn(heads, width, generator=generator) / math.sqrt(width + 1))
 
-    def forward(self, batch: Batch | Padded) -> Float[Tensor, "N heads"]:
-        """Scores of a batch's answers (prompts shared) or of whole rows."""
+    def forward(self, batch: Batch | Padded | StepBatch) -> Float[Tensor, "*N heads"]:
+        """Scores of a batch's answers (prompts shared), of whole rows, or of each step [N, S, heads]."""
         inner: Any = self.backbone.get_base_model() if is_lora(self.backbone) else self.backbone
-        if isinstance(batch, Batch):
+        if isinstance(batch, StepBatch):
+            pooled = hidden_states(inner, batch.batch)[batch.at]
+        elif isinstance(batch, Batch):
             pooled = hidden_states(inner, batch)[batch.last]
         elif self.kind == "causal":
             positions = (batch.mask.long().cumsum(1) - 1).clamp(min=0)
@@ -193,6 +198,8 @@ class ScoreModel:
         self.kind: Kind = settings["kind"]
         self.heads: tuple[str, ...] = tuple(settings["heads"])
         self.max_length = int(settings["max_length"])
+        self.process: dict[str, Any] = settings.get("process") or {}
+        """`split` and `reduce` of a process model, else empty."""
         self.settings = settings
         self.precision: Precision = precision
         self.shared = self.kind == "causal" and cannot_share(members[0].backbone) is None
@@ -259,6 +266,11 @@ class ScoreModel:
 
     def score_members(self, rows: Rows, token_budget: int = 8192) -> Float[Tensor, "M N heads"]:
         """Scores of each member: an ensemble's spread is what mean - lambda * variance needs."""
+        if self.process:
+            raise ConfigurationError(
+                "a process reward model scores steps, not whole answers; name a model that was trained on "
+                "pairs (reward.process: null)"
+            )
         encoded = [
             encode_row(self.tok, self.kind, messages, text, self.max_length) for messages, text in rows
         ]

@@ -20,8 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from data.errors import ConfigurationError, InfrastructureError
-from data.records import Prompt
+from data.records import Message, Prompt
+from training.rewards import PROCESS
+from training.steps import score_steps, split_steps
 from training.worker import Failed, Worker
 
 if TYPE_CHECKING:
@@ -111,7 +117,11 @@ def outcome_of(value: object) -> Outcome:
 
 
 class LearnedScorer:
-    """A reward model: text in, with its own tokenizer; several heads are several dimensions."""
+    """A reward model: text in, with its own tokenizer; several heads are several dimensions.
+
+    A process model's answer is worth the product or the minimum of its steps' chances of being right, as the
+    model's own settings say; an answer without a step is worth 0.
+    """
 
     def __init__(
         self,
@@ -131,11 +141,20 @@ class LearnedScorer:
         """See `Scorer`."""
         if not answers:
             return []
-        members = self._model.score_members([(answer.prompt.prompt, answer.text) for answer in answers])
+        members = self._members([(answer.prompt.prompt, answer.text) for answer in answers])
         columns = [self._reduce(members[:, :, head]).tolist() for head in range(members.shape[2])]
         return [
             tuple(self.tally.add(outcome_of(value)) for value in row) for row in zip(*columns, strict=True)
         ]
+
+    def _members(self, rows: Sequence[tuple[Sequence[Message], str]]) -> Float[Tensor, "M N heads"]:
+        process = self._model.process
+        if not process:
+            return self._model.score_members(rows)
+        steps = [(prompt, split_steps(text, process["split"])) for prompt, text in rows]
+        scores, mask = score_steps(self._model, steps)
+        reduced = torch.stack([PROCESS[process["reduce"]](score, mask) for score in scores])
+        return torch.where(mask.any(1), reduced, 0.0)[..., None]
 
     def close(self) -> None:
         """Nothing runs."""

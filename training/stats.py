@@ -57,6 +57,32 @@ def wilson(successes: float, n: int, *, confidence: float = 0.95) -> Interval:
     return Interval(share, max(middle - half, 0.0), min(middle + half, 1.0), n)
 
 
+def clustered_share(
+    outcome: Sequence[float], clusters: Sequence[Hashable], *, confidence: float = 0.95
+) -> Interval:
+    """Wilson interval of a share whose rows come in clusters (the steps of a prompt): n is divided by the
+    design effect v / (p (1 - p) / n), at least 1 [Kish 1965].
+
+    v = K / (K - 1) sum_k (total_k - p size_k)^2 / n^2, the linearised variance of a ratio over K clusters.
+    One cluster, or a share of 0 or 1, shows no variance: then clusters are counted. The result's n is rows.
+    """
+    won = np.asarray(outcome, float)
+    n = len(won)
+    _require(n, "a clustered interval")
+    places: dict[Hashable, int] = {}
+    at = np.array([places.setdefault(cluster, len(places)) for cluster in clusters])
+    share, count = float(won.mean()), len(places)
+    totals, sizes = np.bincount(at, weights=won), np.bincount(at)
+    spread = float(((totals - share * sizes) ** 2).sum())
+    independent = float(count)
+    if count > 1 and spread > 0:
+        variance = count / (count - 1) * spread / n**2
+        independent = min(float(n), max(1.0, share * (1 - share) / variance))
+    whole = int(independent + 1e-9)
+    found = wilson(share * whole, whole, confidence=confidence)
+    return Interval(share, found.lower, found.upper, n)
+
+
 def win_rate(wins: int, ties: int, losses: int, *, confidence: float = 0.95) -> Interval:
     """Win rate with half ties and its Wilson interval."""
     return wilson(wins + ties / 2, wins + ties + losses, confidence=confidence)

@@ -12,7 +12,7 @@ from data.config import DataParams
 from data.errors import DataError
 from data.expectations import Check, check_files
 from data.pipeline import _gate_checks, run
-from data.records import Preference, Prompt, read_records, to_line
+from data.records import Preference, Prompt, StepLabels, read_records, to_line
 from tests.data.samples import pairs, write_jsonl
 
 PARAMS = DataParams(min_pairs=10, max_chars=1000)
@@ -93,6 +93,35 @@ def test_a_held_out_prompt_among_the_rollouts_fails(out: Path) -> None:  # F20
     train, evaluation = out / "prompts_train.jsonl", out / "prompts_eval.jsonl"
     train.write_text(train.read_text("utf-8") + evaluation.read_text("utf-8"), encoding="utf-8")
     assert _failed(check_files(out, PARAMS)) == {("prompts_train", "apart"), ("prompts_eval", "apart")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "column"),
+    [
+        ({}, None),
+        ({"labels": (True,)}, "labels_fit"),
+        ({"labels": (None, None)}, "labels_fit"),
+        ({"steps": ("", "")}, "answer_chars"),
+        ({"group": "short"}, "group"),
+    ],
+)
+def test_labelled_steps_are_checked(out: Path, changes: dict[str, Any], column: str | None) -> None:
+    pair = next(iter(read_records(out / "pairs_train.jsonl", Preference)))
+    row = StepLabels(
+        prompt=pair.prompt, id="0" * 16, group="a" * 16, steps=("One.", "Two."), labels=(True, None)
+    )
+    lines = to_line(row.model_copy(update=changes))
+    (out / "steps_train.jsonl").write_text(lines, encoding="utf-8")
+    assert _failed(check_files(out, PARAMS)) == ({("steps", column)} if column else set())
+
+
+def test_steps_in_another_part_than_their_pairs_fail(out: Path) -> None:
+    pair = next(iter(read_records(out / "pairs_judge.jsonl", Preference)))
+    row = StepLabels(prompt=pair.prompt, id="0" * 16, group=pair.group, steps=("One.",), labels=(True,))
+    (out / "steps_train.jsonl").write_text(to_line(row), encoding="utf-8")
+    assert {("steps", "group_in_one_part"), ("pairs", "group_in_one_part")} <= _failed(
+        check_files(out, PARAMS)
+    )
 
 
 def test_an_empty_table_fails_its_floor(out: Path) -> None:  # F26

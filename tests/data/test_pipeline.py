@@ -16,11 +16,11 @@ import pytest
 
 from data import pipeline
 from data.config import PARTS, DataParams
-from data.emit import PAIRS, RECORD_FILES
+from data.emit import PAIRS, RECORD_FILES, STEPS
 from data.errors import DataError
 from data.expectations import Check
 from data.pipeline import OUTPUTS, run
-from data.records import Demonstration, Feedback, Preference, Prompt, read_records
+from data.records import Demonstration, Feedback, Preference, Prompt, StepLabels, read_records
 from tests.conftest import ROOT
 from tests.data.samples import Row, pair, pairs, write_jsonl
 
@@ -233,6 +233,50 @@ def test_feedback_alone_gives_demonstrations_prompts_and_an_evaluation(project: 
     assert not evaluation & {row.group for row in feedback}
 
 
+def _steps(prompts: list[str]) -> list[Row]:
+    return [{"prompt": prompt, "steps": [f"One of {prompt}", "Two."], "labels": [1, 0]} for prompt in prompts]
+
+
+def test_labelled_steps_go_to_train_and_validation_by_prompt_group(project: Project) -> None:
+    given = _steps([f"Sum {n}?" for n in range(80)])
+    result = project.run(project.file("rows.jsonl", pairs(40)), project.file("steps.jsonl", given))
+    kept = {part: list(read_records(project.out / name, StepLabels)) for part, name in STEPS.items()}
+    counts = {part: len(rows) for part, rows in kept.items()}
+    assert result["step_labels"] == counts and sum(counts.values()) == 80
+    assert 6 <= counts["validation"] <= 30, "the shares are .45 and .12"
+    groups = {part: {row.group for row in rows} for part, rows in kept.items()}
+    assert not groups["train"] & groups["validation"]
+    rollouts = {prompt.group for prompt in project.prompts("train")}
+    assert groups["train"] < rollouts and not groups["validation"] & rollouts
+    assert result["demonstrations_from"] == "chosen"
+    first = kept["train"][0]
+    assert first.labels == (True, False) and first.source.startswith("steps.jsonl:")
+
+
+def test_steps_of_a_prompt_that_has_pairs_stay_in_its_part(project: Project) -> None:
+    source = project.file("rows.jsonl", pairs(40))
+    project.run(source)
+    asked = {part: [_asked(row) for row in project.pairs(part)] for part in PARTS}
+    every = [prompt for part in PARTS for prompt in asked[part]]
+    result = project.run(source, project.file("steps.jsonl", _steps(every)))
+    for part, name in STEPS.items():
+        found = [row.prompt[-1].content for row in read_records(project.out / name, StepLabels)]
+        assert sorted(found) == sorted(asked[part])
+    assert result["reasons"] == {"overlap": len(asked["judge"]) + len(asked["test"])}
+
+
+def test_held_out_steps_meet_neither_demonstrations_nor_evaluation(project: Project) -> None:
+    steps = project.file("steps.jsonl", _steps([f"Sum {n}?" for n in range(30)]))
+    source = project.file("rows.jsonl", pairs(40))
+    project.run(source, steps)
+    held_out = next(iter(read_records(project.out / STEPS["validation"], StepLabels))).prompt[-1].content
+    told = project.file("demos.jsonl", [{"instruction": held_out, "output": "Leak."}])
+    asked = project.file("asked.jsonl", [{"prompt": held_out}, {"prompt": "Something else?"}])
+    result = project.run(source, steps, told, eval_prompts=(asked,))
+    assert result["reasons"] == {"overlap": 2} and not project.demonstrations()
+    assert [prompt.prompt[-1].content for prompt in project.prompts("eval")] == ["Something else?"]
+
+
 def test_contradictions_are_kept_marked_and_measured(project: Project) -> None:  # F24
     rows = pairs(20)
     swapped = {**rows[0], "chosen": rows[0]["rejected"], "rejected": rows[0]["chosen"], "annotator": "b"}
@@ -376,4 +420,4 @@ def test_memory_does_not_follow_the_length_of_rows(project: Project) -> None:  #
 
 
 def test_files_of_the_stage_are_named_once() -> None:
-    assert set(PAIRS.values()) < set(RECORD_FILES) < set(OUTPUTS)
+    assert {*PAIRS.values(), *STEPS.values()} < set(RECORD_FILES) < set(OUTPUTS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data.records import Demonstration, Feedback, Preference, Prompt
+from data.records import Demonstration, Feedback, Preference, Prompt, StepLabels
 from tests.data.samples import Row, pair, read, records, refusals, write_jsonl
 
 ASK = {"role": "user", "content": "Why?"}
@@ -96,9 +96,54 @@ def test_trl_unpaired_completion_and_prompt_only(one: Any) -> None:
     assert isinstance(one({"prompt": [ASK], "completion": [TELL]}), Demonstration)
     assert isinstance(one({"messages": [ASK, TELL]}), Demonstration)
     assert isinstance(one({"prompt": [ASK]}), Prompt)
-    assert one({"prompt": "Why?", "completions": ["a", "b"], "labels": [True, False]}) == "unsupported"
     assert one({"prompt": "Why?", "completion": "Because.", "label": "maybe"}) == "not_label"
     assert one({"text": "The sky is blue."}) == "unknown_shape"
+
+
+# Answers in steps
+
+
+def test_steps_with_a_label_each(one: Any) -> None:
+    found = one({"prompt": "Why?", "completions": ["a", "b"], "labels": [True, False]})
+    assert isinstance(found, StepLabels) and _turns(found) == [("user", "Why?")]
+    assert found.steps == ("a", "b") and found.labels == (True, False) and found.annotator is None
+    found = one({"question": "Why?", "steps": ["a", "b", "c"], "labels": [1, 0, None], "annotator": 7})
+    assert found.labels == (True, False, None) and found.annotator == "7" and not found.extra
+    assert one({"prompt": [ASK], "steps": ["a"], "labels": [1], "origin": "x"}).extra == {"origin": "x"}
+    assert isinstance(one({"prompt": "Why?", "steps": ["a"], "labels": [1]}, purpose="prompts"), Prompt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"labels": [True]}, "not_label"),
+        ({"labels": [True, False, True]}, "not_label"),
+        ({"labels": [None, None]}, "not_label"),
+        ({"labels": [True, -1]}, "not_label"),
+        ({"labels": [True, 1.0]}, "not_label"),
+        ({"labels": [True, "yes"]}, "not_label"),
+        ({"labels": True}, "not_label"),
+        ({"labels": None}, "missing"),
+        ({"completions": []}, "missing"),
+        ({"completions": "a"}, "missing"),
+        ({"completions": ["a", 5]}, "not_text"),
+        ({"completions": ["a", "  "]}, "empty_answer"),
+    ],
+)
+def test_steps_that_do_not_fit_their_labels_are_refused(
+    one: Any, changes: dict[str, Any], reason: str
+) -> None:
+    assert one({"prompt": "Why?", "completions": ["a", "b"], "labels": [True, False], **changes}) == reason
+
+
+def test_all_steps_together_count_against_the_bound(one: Any) -> None:
+    row = {"prompt": "Why?", "steps": ["a" * 48, "b" * 48], "labels": [1, 1]}
+    assert one(row, max_chars=99) == "too_long" and isinstance(one(row, max_chars=100), StepLabels)
+
+
+def test_a_list_called_steps_without_labels_is_an_answers_extra(one: Any) -> None:
+    found = one({"prompt": "Why?", "answer": "Because.", "steps": ["a"]})
+    assert isinstance(found, Demonstration) and found.extra == {"steps": ["a"]}
 
 
 # ShareGPT and LLaMA-Factory

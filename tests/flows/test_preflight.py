@@ -102,6 +102,13 @@ LIVE_AND_DEAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+def test_a_model_of_steps_has_no_pair_to_centre() -> None:
+    model: dict[str, Any] = {"model": "policy", "centring": 0.5}
+    assert not list(dead(Params.model_validate({"reward": model})))
+    [found] = dead(Params.model_validate({"reward": {**model, "process": {}}}))
+    assert found.startswith("reward.centring (reward.process")
+
+
 @pytest.mark.parametrize(("alive", "gone", "key"), LIVE_AND_DEAD)
 def test_a_setting_is_dead_only_where_nobody_reads_it(
     alive: dict[str, Any], gone: dict[str, Any], key: str

@@ -31,7 +31,7 @@ OBSERVERS = {
 OUTER = ("sources", "champion", "register")
 PROGRAMS = {
     "sft": ["training/sft.py"],
-    "reward": ["training/reward.py"],
+    "reward": ["training/reward.py", "training/process.py"],
     "judge": ["training/reward.py"],
     "optimize": ["training/rl.py", "training/preference.py"],
     "evaluate": ["training/compare.py"],

@@ -32,6 +32,38 @@ def test_a_healthy_run_has_no_cause_and_nothing_suspicious() -> None:
     assert len(walk(facts())) > 30
 
 
+STEPS = {"reward": {"model": "policy", "process": {}}}
+
+
+@pytest.mark.parametrize(
+    ("question", "changes", "verdict"),
+    [
+        ("Is it tested on enough pairs?", {"reward.n": 9, "reward.prompts": 46}, "fine"),
+        ("Is it tested on enough pairs?", {"reward.n": 900, "reward.prompts": 29}, "cause"),
+        ("Is it tested on enough pairs?", {"reward.n": 900}, "unknown"),
+        (
+            "Is it better than chance?",
+            {"reward.majority_baseline": 0.7, "reward.interval": [0.76, 1]},
+            "fine",
+        ),
+        (
+            "Is it better than chance?",
+            {"reward.majority_baseline": 0.7, "reward.interval": [0.69, 1]},
+            "cause",
+        ),
+        (
+            "Is it better than chance?",
+            {"reward.majority_baseline": 0.2, "reward.interval": [0.49, 1]},
+            "cause",
+        ),
+    ],
+)
+def test_a_model_of_steps_is_asked_for_prompts_and_the_commoner_label(
+    question: str, changes: dict[str, Any], verdict: str
+) -> None:
+    assert answer(question, changes, STEPS).verdict == verdict
+
+
 def noisy(noise: float, rise: float = 1.0) -> list[float]:
     """Twelve rewards around a line, off by `noise`: the signs mirror, so the fitted line is the line."""
     return [rise * n / 11 + noise * (1, -1, -1, 1)[n % 4] for n in range(12)]

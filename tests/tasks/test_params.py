@@ -37,6 +37,8 @@ def test_the_shipped_file_is_valid_and_names_every_section() -> None:
         ),
         ({"model": {"dtype": "int4"}}, ("model.dtype = 'int4'", "bfloat16")),
         ({"registry": {"name": "a b"}}, ("registry.name = 'a b'",)),
+        ({"judge": {"model": "policy", "process": {}}}, ("judge: process is for reward", "to null")),
+        ({"reward": {"process": {}}}, ("reward: process with model: minilm", "set model: policy")),
     ],
 )
 def test_a_fault_names_file_key_value_bound_and_remedy(

@@ -201,7 +201,9 @@ def test_a_head_that_was_not_saved_is_found(tmp_path: Path) -> None:
     with torch.no_grad():
         saved.members[0].head.normal_()
     with pytest.raises(InfrastructureError, match="scores differ"):
-        reward.check_round_trip(live, saved, [pair("yes", "no")], 1e-3)
+        reward.check_round_trip(
+            live, saved, lambda model: reward.pair_scores(model, [pair("yes", "no")]), 1e-3
+        )
 
 
 def test_frozen_layers_stay_as_they_are(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class Stub:
     """Stands for a score model: [members, rows, heads]."""
 
     def __init__(self, heads: tuple[str, ...], scores: Tensor) -> None:
-        self.heads, self._scores = heads, scores
+        self.heads, self._scores, self.process = heads, scores, dict[str, str]()
 
     def score_members(self, rows: Any) -> Tensor:
         return self._scores[:, : len(rows)]

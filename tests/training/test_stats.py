@@ -33,6 +33,48 @@ def test_wilson_against_scipy(n: int, share: float, confidence: float) -> None:
     assert (found.lower, found.upper) == pytest.approx((expected.low, expected.high), abs=1e-9)
 
 
+def test_a_clustered_share_by_hand() -> None:
+    # p 1/2 over 6 rows of 3 prompts, totals 2, 0, 1: v = 3/2 (1 + 1 + 0) / 36 = 1/12, n = .25 * 12 = 3
+    found = stats.clustered_share([1, 1, 0, 0, 1, 0], ["a", "a", "b", "b", "c", "c"])
+    expected = stats.wilson(1.5, 3)
+    assert (found.lower, found.upper) == (expected.lower, expected.upper)
+    assert (found.estimate, found.n) == (0.5, 6)
+    # rows that differ within their prompts and not between them: no wider than independent rows
+    even = stats.clustered_share([1, 0, 1, 0], [1, 1, 2, 2], confidence=0.9)
+    assert even.lower == stats.wilson(1.0, 2, confidence=0.9).lower, "no variance is seen: prompts count"
+    near = stats.clustered_share(
+        [1, 0, 1, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1], [1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 5]
+    )
+    assert near.lower == stats.wilson(7, 13).lower
+
+
+def test_copies_of_a_row_in_its_cluster_tell_nothing_new() -> None:
+    rows = [float(number % 3 == 0) for number in range(21)]
+    once = stats.clustered_share(rows, range(21))
+    copied = stats.clustered_share(
+        [row for row in rows for _ in range(5)], [n for n in range(21) for _ in range(5)]
+    )
+    assert (copied.lower, copied.upper) == pytest.approx((once.lower, once.upper), abs=1e-12)
+    assert (once.lower, once.n, copied.n) == (pytest.approx(stats.wilson(20 / 3, 20).lower), 21, 105)
+
+
+def test_a_cluster_without_variance_counts_as_one() -> None:
+    assert stats.clustered_share([1.0] * 40, [n // 10 for n in range(40)]).lower == stats.wilson(4, 4).lower
+    assert stats.clustered_share([1, 0, 1], ["a"] * 3).upper == stats.wilson(2 / 3, 1).upper
+    with pytest.raises(DataError):
+        stats.clustered_share([], [])
+
+
+def test_a_clustered_interval_covers() -> None:
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(400):
+        chance = rng.beta(2, 2, size=60)
+        rows = (rng.random((60, 5)) < chance[:, None]).astype(float)
+        found = stats.clustered_share(rows.ravel().tolist(), np.repeat(np.arange(60), 5).tolist())
+        hits += found.lower <= 0.5 <= found.upper
+    assert 0.92 <= hits / 400 <= 0.985  # .9425; a plain Wilson interval of the 300 rows covers .825
+
+
 def test_win_rate_counts_ties_half() -> None:
     found = stats.win_rate(400, 101, 304)
     assert found == stats.wilson(450.5, 805)
