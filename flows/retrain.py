@@ -33,6 +33,7 @@ from flows.alone import alone
 from flows.dag import Dag, read_dag
 from flows.screen import Screen
 from flows.secrets import MaskingFilter, refuse_in_params
+from flows.settle import leave
 from flows.shown import Shown, shielded
 from flows.stages import Outcome, Work
 from tasks.params import load, write_overrides
@@ -205,8 +206,10 @@ def _run(project: Path, force: bool, screen: Screen) -> State[None]:
     last_session[:] = [session]
 
     def stop(number: int) -> None:
-        if not work.stopping.is_set():
-            screen.say(f"signal {number}: asking the running stages to write a checkpoint and stop")
+        if work.stopping.is_set():
+            screen.say(f"signal {number} again: ending at once; the last complete checkpoint stays")
+            leave(EXIT_CODES["stopped"])  # what it started watches it and ends too
+        screen.say(f"signal {number}: asking the running stages to write a checkpoint and stop")
         work.stopping.set()
 
     with _signals(stop):

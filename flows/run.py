@@ -120,7 +120,19 @@ def _flow(project: Path, registry: str, request: Request, console: Console) -> i
     from flows import servers
 
     console.print("starting the Prefect server ...", markup=False)
-    with servers.server(project, "prefect") as server:
+
+    def lost(why: str) -> None:
+        """Without a server the flow can not go on: the stages write a checkpoint, then the command ends."""
+        console.print(f"{why}; asking the running stages to write a checkpoint and stop", style="red")
+        from flows.retrain import last_session
+        from flows.settle import leave
+
+        for session in last_session:
+            session.work.stop()
+        console.print(f"next: {_NEXT['infrastructure']}", markup=False)
+        leave(EXIT_CODES["infrastructure"])
+
+    with servers.server(project, "prefect", say=console.print, lost=lost) as server:
         os.environ.update(servers.prefect_environment(project, server.api))
         if not request.debug:
             # Our own lines say what happens; the whole log is in the UI.

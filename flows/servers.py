@@ -2,7 +2,8 @@
 
 A server is a process of its own (flows/keeper.py) on a free loopback port, found again by a state file with
 pid, start time and port. Whoever needs it registers as a client; the last one to leave stops it, and a
-killed one counts as gone. Prefect's ephemeral mode is not used: it was measured to lose task runs.
+killed one counts as gone; a server that is killed while it is needed is started again (`Guard`).
+Prefect's ephemeral mode is not used: it was measured to lose task runs.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import psutil
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from data.errors import InfrastructureError
 from tasks.places import home, read_json
@@ -28,6 +31,10 @@ from training import lifeline
 
 HOST = "127.0.0.1"
 _START_SECONDS = 180.0
+_LOOK_SECONDS = 1.0
+_ASK_EVERY = 15
+_PATIENCE_SECONDS = 60.0
+_REVIVALS = 3
 _HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 
 
@@ -106,28 +113,41 @@ class Place:
 
 
 @contextlib.contextmanager
-def server(project: Path, kind: str) -> Iterator[Server]:
-    """A server of this kind: the running one, or a new one; stopped when its last client leaves."""
+def server(
+    project: Path,
+    kind: str,
+    say: Callable[[str], None] | None = None,
+    lost: Callable[[str], None] | None = None,
+) -> Iterator[Server]:
+    """A server of this kind: the running one, or a new one; stopped when its last client leaves.
+
+    say and lost hear of its death and of its loss from a thread (see `Guard`).
+    """
     place = Place(project, kind)
     mine = place.join()
     try:
         with place.lock():
             found = place.running()
-            if found is not None and not _healthy(found, 20):
-                _end(found.pid)
+            if found is not None and not healthy(found, 20):
+                end(found.pid)
                 found = None
             if found is None:
-                found = _start(project, place)
-        yield found
+                found = start(project, place)
+        with Guard(project, found, say or tell, lost or tell):
+            yield found
     finally:
         mine.unlink(missing_ok=True)
         with place.lock():
             present = place.running()
             if present is not None and not place.clients():
-                _end(present.pid)
+                end(present.pid)
 
 
-def _start(project: Path, place: Place) -> Server:
+def start(project: Path, place: Place) -> Server:
+    """Start a server and wait until it answers; the caller holds the lock.
+
+    Raises InfrastructureError with the last words of its log when it does not.
+    """
     place.log.unlink(missing_ok=True)
     with place.log.open("ab") as log:
         process = subprocess.Popen(
@@ -137,10 +157,10 @@ def _start(project: Path, place: Place) -> Server:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = place.running()
-        if found is not None and found.pid == process.pid and _healthy(found, 2):
+        if found is not None and found.pid == process.pid and healthy(found, 2):
             return found
         time.sleep(0.2)
-    _end(process.pid)
+    end(process.pid)
     words = place.log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
     raise InfrastructureError(
         f"the {place.kind} server did not start within {_START_SECONDS:.0f} s (log {place.log}); its "
@@ -155,7 +175,7 @@ def _plain_environment() -> dict[str, str]:
     return {**known, **OFFLINE}
 
 
-def _healthy(found: Server, seconds: float) -> bool:
+def healthy(found: Server, seconds: float) -> bool:
     """Whether the server answers within some seconds; a loaded machine may need several tries."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + seconds
@@ -169,7 +189,7 @@ def _healthy(found: Server, seconds: float) -> bool:
             time.sleep(0.2)
 
 
-def _end(pid: int) -> None:
+def end(pid: int) -> None:
     """SIGTERM, and SIGKILL after a while, to a server and all below it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -190,6 +210,77 @@ def end_unused(project: Path) -> list[str]:
         with place.lock():
             found = place.running()
             if found is not None and not place.clients():
-                _end(found.pid)
+                end(found.pid)
                 done.append(f"{kind} server (pid {found.pid}): nobody needed it, ended")
     return done
+
+
+def tell(text: str) -> None:
+    """The default listener: standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Guard:
+    """Watches one server from a thread for as long as the `with` block lasts; starts it again when it dies.
+
+    It comes back on the same port and store, and Prefect's client tries each request again for minutes: the
+    flow goes on as if nothing had happened.
+
+    say hears that the server was started again; lost, that it is gone for good (it died more than three
+    times, its port is taken, or it does not start).
+    """
+
+    def __init__(
+        self, project: Path, found: Server, say: Callable[[str], None], lost: Callable[[str], None]
+    ) -> None:
+        self.project = project
+        self.found = found
+        self.say = say
+        self.lost = lost
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"{found.kind}-guard", daemon=True)
+
+    def __enter__(self) -> Guard:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        place = Place(self.project, self.found.kind)
+        looks = deaths = 0
+        while not self._done.wait(_LOOK_SECONDS):
+            looks += 1
+            if self._well(place, ask=looks % _ASK_EVERY == 0):
+                continue
+            deaths += 1
+            try:
+                if deaths > _REVIVALS:
+                    raise InfrastructureError(f"it died {deaths} times during this command")
+                with place.lock():
+                    self._revive(place)
+            except (InfrastructureError, OSError, Timeout) as error:
+                self.lost(f"the {place.kind} server is gone and can not be brought back: {error}")
+                return
+
+    def _well(self, place: Place, ask: bool) -> bool:
+        """Whether its process lives and, when asked, answers (one that hangs counts as dead)."""
+        present = place.running()
+        if present is None or present.port != self.found.port:
+            return False
+        return not ask or healthy(present, _PATIENCE_SECONDS)
+
+    def _revive(self, place: Place) -> None:
+        present = place.running()
+        if self._done.is_set() or (present is not None and self._well(place, ask=True)):
+            return  # nobody needs it any more, or another command was quicker
+        if present is None or present.port == self.found.port:
+            if present is not None:
+                end(present.pid)
+            self.say(f"the {place.kind} server was killed; starting it again on port {self.found.port}")
+            present = start(self.project, place)
+        if present.port != self.found.port:
+            raise InfrastructureError(f"another program has taken its port {self.found.port}")

@@ -56,6 +56,7 @@ class Work:
         self.grace_seconds = grace_seconds
         self.force = force
         self.stopping = threading.Event()
+        self._busy: dict[str, tuple[subprocess.Popen[str], object]] = {}
 
     def run(
         self, stage: str, on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float = 1.0
@@ -75,11 +76,13 @@ class Work:
             env=dvc.environment(self.project, {lifeline.WATCH: watch}),
         )  # fmt: skip
         said: list[str] = []
+        self._busy[stage] = (process, before)
         try:
             with _Lines(process) as lines:
                 self._follow(process, stage, before, lines, said, on_line, on_status, poll)
         finally:
             _end_group(process)
+            self._busy.pop(stage, None)
         return _judge(
             self.project,
             stage,
@@ -89,6 +92,21 @@ class Work:
             said,
             self.stopping.is_set(),
         )
+
+    def stop(self) -> None:
+        """Ask the stages to write a checkpoint and end, and wait for them as long as they are given.
+
+        Unlike the wish `stopping` this also reaches a stage whose thread hangs at a dead server.
+        """
+        self.stopping.set()
+        deadline = time.monotonic() + self.grace_seconds
+        while time.monotonic() < deadline:
+            left = [(s, *one) for s, one in list(self._busy.items()) if one[0].poll() is None]
+            if not left:
+                return
+            for stage, process, before in left:
+                _ask_to_stop(process, _fresh(self.project, stage, before))
+            time.sleep(0.5)
 
     def _follow(
         self, process: subprocess.Popen[str], stage: str, before: object, lines: _Lines, said: list[str],

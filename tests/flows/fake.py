@@ -1,6 +1,7 @@
 """A stage that only pretends: status file, progress, and an end as `plan.json` says. Run by dvc in a test.
 
-plan.json: {"STAGE": {"steps": 3, "seconds": 0.05, "fail": "data" | "", "times": 1, "die": false}}
+plan.json: {"STAGE": {"steps": 3, "seconds": 0.05, "fail": "data" | "", "times": 1, "die": false,
+"deaf": false}}
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> int:
         time.sleep(plan.get("seconds", 0.02))
         status.metrics({"loss": 1.0 / step})
         status.update(progress={"step": step, "total": steps, "unit": "step"})
-        if stopped:
+        if stopped and not plan.get("deaf"):
             with log.open("a") as file:
                 file.write(f"{name} checkpoint\n")
             status.update(state="failed", kind="stopped", message="stopped at a checkpoint")

@@ -3,8 +3,10 @@ masking."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -172,6 +174,60 @@ def test_a_second_run_waits_and_names_the_first(project: Path) -> None:
     assert running.wait(10) == 3
     assert patient.returncode == 0
     assert "Nothing to do" in patient.stdout
+
+
+def test_a_killed_server_comes_back_and_the_run_goes_on(project: Path) -> None:
+    again(project, seed=7)
+    plan(project, a={"steps": 100, "seconds": 0.1})
+    running = started(project, "run")
+    wait_for(project, "a start")
+    server = servers.Place(project, "prefect").running()
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    assert running.wait(180) == 3
+    assert task_states(project) == dict.fromkeys("abcd", ("Completed", 1))
+    assert flow_state(project) == "Completed"
+    fresh = servers.Place(project, "prefect").running()
+    assert fresh is not None
+    assert (fresh.port, fresh.pid != server.pid) == (server.port, True)
+
+
+def test_a_server_that_can_not_come_back_ends_the_run_at_a_checkpoint(project: Path) -> None:
+    again(project, seed=8)
+    plan(project, a={"steps": 900, "seconds": 0.1})
+    state = servers.Place(project, "prefect").state
+    running = started(project, "run")
+    wait_for(project, "a start")
+    server = servers.Place(project, "prefect").running()
+    assert server is not None
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: takes(taken, server.port))
+        assert running.wait(180) == 13
+    assert ran(project) == ["a start", "a checkpoint"]
+    assert state.is_file()
+
+
+def test_a_second_signal_ends_the_run_at_once(project: Path) -> None:
+    again(project, seed=9)
+    plan(project, a={"steps": 900, "seconds": 0.1, "deaf": True})
+    running = started(project, "run")
+    wait_for(project, "a start")
+    running.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    assert running.wait(10) == 14
+    wait_until(lambda: left(project) == [])
+
+
+def takes(listening: socket.socket, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        listening.bind((servers.HOST, port))
+        listening.listen()
+        return True
+    return False
 
 
 def left(project: Path) -> list[psutil.Process]:
