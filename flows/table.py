@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.changes import registered_version
+from flows.dag import read_dag
 from flows.secrets import mask
 from tasks.places import home, read_json, stage_folder
 from tasks.report import build, summary
+from tasks.status import read_status
 
 NOT_PROMOTED = 3
 
@@ -33,6 +35,14 @@ def print_summary(project: Path, console: Console) -> None:
     if not page.is_file():
         page = build(project)
     console.print(f"report: {page}", markup=False, soft_wrap=True)
+
+
+def has_run(project: Path) -> bool:
+    """Whether any stage of the DAG has begun here, or its outputs were fetched."""
+    return any(
+        read_status(project, step.name) is not None or stage_folder(project, step.name).exists()
+        for step in read_dag(project)
+    )
 
 
 def _plain(text: str) -> str:

@@ -40,7 +40,7 @@ def _changed(project: Path, here: Path, files: Sequence[str], overrides: Sequenc
     section = raw.get("data")
     known: dict[str, object] = dict(section) if isinstance(section, dict) else {}
     if files:
-        known["files"] = [located(project, here, name) for name in files]
+        known["files"] = [located(project, here, name, bare=False) for name in files]
         known["eval_prompts"] = []
     for override in overrides:
         key, _, text = override.removeprefix("data.").partition("=")

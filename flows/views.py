@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from data.errors import ConfigurationError, PlumblineError
-from flows import dvc
+from flows import dvc, inputs
 from flows.alone import alone
 from flows.changes import changes
 from flows.dag import Dag, read_dag
@@ -34,6 +34,10 @@ def show_params(project: Path, profile: str | None, overrides: Sequence[str], co
         with alone(project, 60.0, lambda text: console.print(text, markup=False)):
             changed = write_overrides(project, overrides, profile)
         console.print(f"params.yaml: changed {', '.join(changed) or 'nothing'}", markup=False)
+        known = load(project)
+        for one in (*inputs.files(project, known.data), *inputs.models(project, known)):
+            if one.verdict == "broken":
+                console.print(f"{one.what}: {mask(one.seen)}; {one.remedy}", style="yellow", markup=False)
     text = yaml.safe_dump(load(project).model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(mask(text), markup=False, soft_wrap=True)
 

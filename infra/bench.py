@@ -471,16 +471,22 @@ def serve(spec: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def tiny_model(folder: Path) -> str:
+    """A random model with a token a byte."""
+    from tests.training.tiny import byte_tokenizer, llama
+
+    llama(0, max_position_embeddings=1024).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 def prepare(spec: dict[str, Any]) -> None:
     """In a process of its own: the tiny model where none is given, its size, and the matmul peak."""
     import torch
 
     folder = Path(spec["model"])
     if not folder.exists():
-        from tests.training.tiny import byte_tokenizer, llama
-
-        llama(0, max_position_embeddings=1024).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
+        tiny_model(folder)
     from training.models import load_causal
 
     torch.set_num_threads(spec["threads"])

@@ -11,10 +11,10 @@ import difflib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
@@ -124,6 +124,22 @@ class Params(Section):
             )
         return judge
 
+    @model_validator(mode="after")
+    def _decidable(self) -> Self:
+        if self.evaluate.prompts < self.promote.min_prompts:
+            raise ValueError(
+                f"evaluate.prompts: {self.evaluate.prompts} is below promote.min_prompts "
+                f"({self.promote.min_prompts}), so no candidate could ever be promoted; raise the first or "
+                "lower the second"
+            )
+        empty = {"judge": "judge", "validation": "reward", "test": "judge"}
+        for part, stage in empty.items():
+            if self.data.min_pairs and not getattr(self.data.splits, part):
+                raise ValueError(
+                    f"data.splits.{part}: 0 leaves the {stage} stage without pairs; give it a share above 0"
+                )
+        return self
+
 
 def load(project: Path) -> Params:
     """The checked parameters of a project."""
@@ -172,7 +188,7 @@ def _fault(where: str, fault: dict[str, object]) -> str:
         return f"{where}: {key} = {fault['input']!r}: no such parameter; {remedy}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "value_error":
-        return f"{where}: {key}: {message}"
+        return f"{where}: {key}: {message}" if key else f"{where}: {message}"
     field = _fields(loc[:-1]).get(str(loc[-1]))
     meaning = f" ({field.description})" if field is not None and field.description else ""
     lowered = message[0].lower() + message[1:]

@@ -160,7 +160,7 @@ def test_an_evaluation_of_nothing_is_an_error(checked: Project) -> None:
     project = checked
     rows = pairs(20)
     asked = project.file("eval.jsonl", [{"prompt": rows[5]["prompt"]}])
-    with pytest.raises(DataError, match="there are prompts to evaluate on"):
+    with pytest.raises(DataError, match="none of 1 prompt groups is left"):
         project.run(project.file("rows.jsonl", rows), eval_prompts=(asked,))
 
 

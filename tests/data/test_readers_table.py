@@ -6,14 +6,18 @@ import csv
 import datetime
 import gzip
 import io
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data.checks import Fault
+from data.config import DataParams
 from data.errors import DataError, InfrastructureError
-from data.readers import files_in, label_of, source_digest
+from data.readers import files_in, label_of, read_source, source_digest
 from data.readers_json import BOM
 from data.readers_table import read_csv
 from tests.data.samples import Row, pair, pairs, read, records, refusals, write_jsonl
@@ -156,3 +160,28 @@ def test_digest_of_a_source_follows_its_bytes(tmp_path: Path) -> None:
     assert before != source_digest(str(path))
     assert source_digest(str(tmp_path)) is not None
     assert source_digest("owner/name") is None
+
+
+@pytest.mark.parametrize("cut", [40, -30])
+def test_a_damaged_parquet_file_is_an_error_of_the_data(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "rows.parquet"
+    rows = [{"prompt": f"p {number}", "chosen": "a", "rejected": "b"} for number in range(200)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(DataError, match=r"rows\.parquet: the Parquet file can not be read") as caught:
+        list(read_source(str(file), DataParams(), "files"))
+    assert "fetch or write it again" in str(caught.value)
+
+
+def test_a_gzip_file_that_is_cut_off_and_a_program_are_errors_of_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl.gz"
+    rows = "".join(
+        json.dumps({"prompt": f"{i * 7919}", "chosen": "a", "rejected": "b"}) + "\n" for i in range(500)
+    )
+    file.write_bytes(gzip.compress(rows.encode())[:-200])
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz: the compressed file is damaged or cut off"):
+        list(read_source(str(file), DataParams(), "files"))
+    program = tmp_path / "setup.jsonl"
+    program.write_bytes(b"MZ\x90\0\x03\0\0\0" + bytes(500))
+    with pytest.raises(DataError, match=r"setup\.jsonl: no text"):
+        list(read_source(str(program), DataParams(), "files"))

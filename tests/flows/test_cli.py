@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli import app, main
 from tests.conftest import ROOT
 from tests.flows.conftest import command
 
@@ -116,3 +118,50 @@ def test_data_shows_a_card_or_says_what_is_wrong(project: Path) -> None:
     assert bad.returncode == 11
     assert "bad.jsonl" in bad.stderr
     assert not (project / "data" / "stages").exists()
+
+
+def test_nothing_to_report_before_the_first_run(project: Path) -> None:
+    done = command(project, "report")
+    assert done.returncode == 11
+    assert "nothing has run here yet" in done.stderr
+
+
+def test_a_bare_name_that_is_no_file_is_told_at_once(project: Path) -> None:
+    for words in (("data", "nosuch"), ("run", "--data", "nosuch")):
+        begun = time.monotonic()
+        done = command(project, *words)
+        assert (done.returncode, "there is no such file or folder" in done.stderr) == (10, True)
+        assert time.monotonic() - begun < 20
+
+
+def test_a_run_asks_for_its_inputs_before_anything_is_started(project: Path) -> None:
+    done = command(
+        project, "run", "--set", "data.files=[data/nosuch.jsonl]", "--set", "model.source=./nomodel"
+    )
+    assert done.returncode == 11, done.stdout + done.stderr
+    assert "data/nosuch.jsonl: no such file" in done.stderr
+    assert "./nomodel: no such file" in done.stderr
+    assert not (project / ".plumbline" / "prefect").exists()
+    told = command(project, "params", "--set", "seed=4")
+    assert "data/nosuch.jsonl: no such file" in told.stdout
+    refused = command(project, "run", "--wait", "-5")
+    assert refused.returncode == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_what_the_disk_refuses_has_a_remedy(
+    project: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, "no", "/somewhere/file")
+
+    monkeypatch.setattr("flows.views.show_status", full)
+    monkeypatch.setattr(sys, "argv", ["plumbline", "-C", str(project), "status"])
+    monkeypatch.setenv("PLUMBLINE_PROJECT", str(project))
+    monkeypatch.chdir(project)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 13
+    said = capsys.readouterr().err
+    assert "/somewhere/file" in said
+    assert "OSError" not in said

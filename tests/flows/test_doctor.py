@@ -66,11 +66,22 @@ def test_models(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(project / "cache"))
     (project / "params.yaml").write_text("model: {source: owner/name}\n")
-    assert (found(project)["model"].verdict, "not in the cache" in found(project)["model"].seen) == (
-        "broken",
-        True,
-    )
+    seen = found(project)["model.source"]
+    assert (seen.verdict, "not in the cache" in seen.seen) == ("broken", True)
     (project / "cache" / "hub" / "models--owner--name").mkdir(parents=True)
-    assert found(project)["model"].verdict == "fine"
+    assert found(project)["model.source"].verdict == "fine"
     (project / "params.yaml").write_text("model: {source: gguf:no_such_package}\n")
-    assert "not installed" in found(project)["model"].seen
+    assert "not installed" in found(project)["model.source"].seen
+    (project / "models").mkdir()
+    (project / "params.yaml").write_text("model: {source: models/tiny}\nreward: {model: models/encoder}\n")
+    assert found(project)["model.source"].seen == "models/tiny: no such file or folder"
+    assert found(project)["reward.model"].verdict == "broken"
+    (project / "models" / "tiny").mkdir()
+    assert "without config.json" in found(project)["model.source"].seen
+
+
+def test_another_temperature_than_the_trained_one_is_worth_a_look(project: Path) -> None:
+    (project / "params.yaml").write_text("optimize: {temperature: 0.7}\n")
+    assert found(project)["temperature"].verdict == "look"
+    (project / "params.yaml").write_text("optimize: {temperature: 0.7}\nevaluate: {temperature: 0.7}\n")
+    assert "temperature" not in found(project)

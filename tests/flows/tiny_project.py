@@ -21,7 +21,7 @@ def make_tiny(target: Path) -> Path:
         folder.mkdir(parents=True)
         save(folder)
     write_records(project / "data" / "tiny")
-    write_overrides(project, profile="tiny")
+    write_overrides(project, profile=str(Path(__file__).with_name("tiny.yaml")))
     return project
 
 

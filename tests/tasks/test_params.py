@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -143,19 +144,33 @@ def test_profiles_that_extend_each_other_are_refused(project: Path) -> None:
 
 
 def test_writers_wait_for_each_other(project: Path) -> None:
-    keys = ["seed", "sft.batch", "sft.epochs", "optimize.steps", "optimize.prompts", "promote.min_prompts"]
+    keys = ["seed", "sft.batch", "sft.epochs", "optimize.steps", "optimize.prompts", "evaluate.kl_prompts"]
     writers = [threading.Thread(target=write_overrides, args=(project, [f"{key}=9"])) for key in keys]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     params = load(project)
-    assert (params.seed, params.sft.batch, params.optimize.prompts, params.promote.min_prompts) == (
+    assert (params.seed, params.sft.batch, params.optimize.prompts, params.evaluate.kl_prompts) == (
         9,
         9,
         9,
         9,
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"evaluate": {"prompts": 50}}, "evaluate.prompts: 50 is below promote.min_prompts (100)"),
+        ({"data": {"splits": {"judge": 0.0, "train": 0.75}}}, "data.splits.judge: 0 leaves the judge stage"),
+        ({"data": {"splits": {"validation": 0.0, "train": 0.57}}}, "leaves the reward stage without pairs"),
+    ],
+)
+def test_what_could_never_end_well_is_refused(section: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)) as caught:
+        parse(section, "params.yaml")
+    assert "params.yaml: :" not in str(caught.value)
 
 
 def test_flat() -> None:
