@@ -117,8 +117,8 @@ def _gate_evaluation(intake: Intake, emitted: Emitted, params: DataParams) -> No
     if params.eval_prompts and not emitted.rows[PROMPTS_EVAL]:
         raise DataError(
             f"data.eval_prompts: none of {len(intake.eval_groups)} prompt groups is left, as all of them "
-            "have pairs or steps too; name prompts that the pairs do not have, or set data.eval_prompts to [] "
-            "(then the test part's prompts are asked)"
+            "have pairs or steps too; name prompts that the pairs do not have, or set data.eval_prompts to "
+            "[] (then the test part's prompts are asked)"
         )
 
 

@@ -34,7 +34,7 @@ from training.stats import clustered_share
 
 FOLDS, SEED = 5, 0
 PARAMS: dict[str, Any] = {
-    "model": "minilm", "epochs": 2, "max_length": 160, "precision": "fp32", "token_budget": 4096,
+    "model": "minilm", "epochs": 2, "max_length": 128, "frozen_layers": 3, "precision": "fp32", "token_budget": 4096,
     "checkpoint_every": 100_000, "engine": {"backend": "torch"},
 }  # fmt: skip
 
@@ -84,6 +84,7 @@ def trl(train: Sequence[Preference], test: Sequence[Preference], folder: Path) -
     model = AutoModelForSequenceClassification.from_pretrained(
         str(source), num_labels=1, local_files_only=True
     )
+    reward.freeze(model.bert, params.frozen_layers)
     encoded = [reward.encode_pairs(tok, "encoder", rows, params) for rows in (train, test)]
     steps = params.epochs * steps_per_epoch(len(train), params.batch)
     order = [at for step in range(steps) for at in step_rows(len(train), params.batch, SEED, step)]
