@@ -17,7 +17,7 @@ from data.errors import DataError, InfrastructureError
 from tasks.params import FILE, Params, parse, read_raw
 from tasks.places import STAGES, Json, home, read_json, stage_folder
 from tasks.publish import Lock, read_lock
-from tasks.report import ORDER, RESULTS
+from tasks.results import ORDER, RESULTS
 
 Rows = Sequence[Mapping[str, object]]
 

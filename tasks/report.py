@@ -13,30 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.errors import PlumblineError
+from tasks.diagnosis import causes, walk
+from tasks.evidence import gather
 from tasks.params import FILE, load
-from tasks.places import Json, home, read_json, stage_folder, write_text
+from tasks.places import Json, home, stage_folder, write_text
 from tasks.plots import Plot, draw_all
 from tasks.registry import peek
+from tasks.results import ORDER, RESULTS, results
 from tasks.status import masked
-
-RESULTS = {
-    "sources": "data.json",
-    "champion": "champion.json",
-    "promote": "decision.json",
-    "register": "register.json",
-}
-ORDER = (
-    "base",
-    "validate",
-    "sft",
-    "reward",
-    "judge",
-    "optimize",
-    "champion",
-    "evaluate",
-    "promote",
-    "register",
-)
 
 
 @dataclass(frozen=True)
@@ -46,15 +31,6 @@ class Row:
     label: str
     value: str
     detail: str = ""
-
-
-def results(project: Path) -> dict[str, Json]:
-    """What each stage says of itself; a stage that has not run is an empty object."""
-    found: dict[str, Json] = {}
-    for stage in ORDER:
-        file = stage_folder(project, stage) / RESULTS.get(stage, "result.json")
-        found[stage] = read_json(file) if file.is_file() else {}
-    return found
 
 
 def summary(project: Path, version: str | None = None) -> list[Row]:
@@ -110,12 +86,31 @@ def build(project: Path) -> Path:
     """Write report.html and report.md; returns the page."""
     folder = home(project) / "reports"
     rows = summary(project, registered_version(project))
+    said = headline(project)
     tables = _tables(project)
     plots = draw_all(project)
     page = folder / "report.html"
-    write_text(page, masked(_html(rows, tables, plots)))
-    write_text(folder / "report.md", masked(markdown(rows, tables)))
+    write_text(page, masked(_html(said, rows, tables, plots)))
+    write_text(folder / "report.md", masked(markdown(said, rows, tables)))
     return page
+
+
+def headline(project: Path) -> list[str]:
+    """What came out, in a sentence; where nothing was promoted, the causes found and what to try next."""
+    r = results(project)
+    decision, reason = _decision(r)
+    first = f"{decision[0].upper()}{decision[1:]}: {reason}" if r["promote"] else "No decision yet."
+    if decision == "promoted":
+        return [first]
+    try:
+        found = causes(walk(gather(project)))
+    except PlumblineError:  # nothing has run
+        return [first]
+    lines = [first]
+    for answer in found[:3]:
+        remedy = f" Try: {answer.remedy.what} ({answer.remedy.command})" if answer.remedy else ""
+        lines.append(f"{answer.node.means}: {answer.branch}, {answer.seen}.{remedy}")
+    return lines
 
 
 def registered_version(project: Path) -> str | None:
@@ -193,9 +188,10 @@ def _samples(project: Path, at_most: int = 12) -> list[Table]:
     return [Table("Samples", ("prompt", "candidate", "champion", "judge's scores"), body)]
 
 
-def markdown(rows: Sequence[Row], tables: Sequence[Table]) -> str:
-    """The report for a change request."""
-    lines = ["# Pipeline report", "", "| | | |", "|---|---|---|"]
+def markdown(said: Sequence[str], rows: Sequence[Row], tables: Sequence[Table]) -> str:
+    """The report for a change request; `said` are the lines of its headline."""
+    lines = ["# Pipeline report", "", f"**{_cell(said[0])}**", "", *(f"- {_cell(one)}" for one in said[1:])]
+    lines += ["", "| | | |", "|---|---|---|"]
     lines += [f"| {_cell(row.label)} | {_cell(row.value)} | {_cell(row.detail)} |" for row in rows]
     for table in tables:
         lines += ["", f"## {table.title}", "", "| " + " | ".join(map(_cell, table.head)) + " |"]
@@ -220,7 +216,7 @@ figure svg{background:#fff}}
 """
 
 
-def _html(rows: Sequence[Row], tables: Sequence[Table], plots: Sequence[Plot]) -> str:
+def _html(said: Sequence[str], rows: Sequence[Row], tables: Sequence[Table], plots: Sequence[Plot]) -> str:
     def cell(text: str, tag: str = "td") -> str:
         mark = f' class="{text}"' if text in ("passed", "FAILED") else ""
         return f"<{tag}{mark}>{html.escape(text)}</{tag}>"
@@ -228,7 +224,10 @@ def _html(rows: Sequence[Row], tables: Sequence[Table], plots: Sequence[Plot]) -
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Pipeline report</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{_STYLE}</style><h1>Pipeline report</h1><table>",
+        f"<style>{_STYLE}</style><h1>Pipeline report</h1>",
+        f'<p class="said"><strong>{html.escape(said[0])}</strong></p>',
+        *(("<ul>", *(f"<li>{html.escape(one)}</li>" for one in said[1:]), "</ul>") if said[1:] else ()),
+        "<table>",
         *(f"<tr>{cell(row.label, 'th')}{cell(row.value)}{cell(row.detail)}</tr>" for row in rows),
         "</table>",
         *(

@@ -264,6 +264,7 @@ def publish(
         dtype = torch.float32 if live.kind == "encoder" else saved_dtype(run.config)
         live.save(folder, dtype, states if params.engine.zero == 3 else None)
         saved = ScoreModel.load(folder)
+        saved.seal(folder)
         if params.engine.zero != 3:
             check_round_trip(live, saved, scores, ROUND_TRIP[dtype])
         for number, member in enumerate(saved.members):

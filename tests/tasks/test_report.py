@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tasks.places import stage_folder, write_json
 from tasks.promote import Evidence, PromoteParams, decide, decision
-from tasks.report import build, summary
+from tasks.report import build, headline, summary
 from tests.tasks.test_promote import GOOD
 
 
@@ -70,3 +70,20 @@ def test_a_run_that_ended_early_is_reported_too(tmp_path: Path) -> None:
     assert rows["win rate"].value == "-"
     assert rows["win rate"].detail == f"not run: {reason}"
     assert "not run: the reward model" in build(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_headline_says_what_came_out_and_what_to_try(tmp_path: Path) -> None:
+    outputs(tmp_path)
+    assert headline(tmp_path) == ["Promoted: all gates passed"]
+    assert "<strong>Promoted: all gates passed</strong>" in build(tmp_path).read_text(encoding="utf-8")
+    weak = {**GOOD["evaluate"], "win_rate": 0.45, "interval": [0.36, 0.54]}
+    write_json(stage_folder(tmp_path, "evaluate") / "result.json", weak)
+    gates = decide(Evidence(params=PromoteParams(), **{**GOOD, "evaluate": weak}))
+    write_json(stage_folder(tmp_path, "promote") / "decision.json", decision(gates, "c", "b", False))
+    kept = {"registered": False, "alias": None, "candidate": "c", "reason": "win rate below its bound"}
+    write_json(stage_folder(tmp_path, "register") / "register.json", kept)
+    said = headline(tmp_path)
+    assert said[0] == "Not promoted: win rate below its bound"
+    assert any("Try: " in line for line in said[1:])
+    text = build(tmp_path).with_name("report.md").read_text(encoding="utf-8")
+    assert text.startswith("# Pipeline report\n\n**Not promoted: win rate below its bound**\n\n- ")

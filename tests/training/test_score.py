@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.errors import ConfigurationError
 from data.records import Message
@@ -149,3 +151,31 @@ def test_where_models_are_found(tmp_path: Path) -> None:
         locate("policy", None)
     with pytest.raises(ConfigurationError, match="no reward backbone"):
         load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize("process", [{}, {"split": "line", "reduce": "minimum"}])
+def test_a_model_whose_tokenizer_or_head_was_changed_is_refused(
+    tmp_path: Path, process: dict[str, str]
+) -> None:
+    model = build(tmp_path, "causal")
+    model.settings["process"] = model.process = process
+    model.save(tmp_path / "published")
+    ScoreModel.load(tmp_path / "published").seal(tmp_path / "published")
+    again = ScoreModel.load(tmp_path / "published")
+    assert len(again.settings["canaries"]) == 3
+    head = tmp_path / "published" / "member-0" / "head.safetensors"
+    weights = load_file(head)
+    save_file({"head": weights["head"] * 1.1}, head)
+    with pytest.raises(ConfigurationError, match="known answers score"):
+        ScoreModel.load(tmp_path / "published")
+    save_file(weights, head)
+    file = tmp_path / "published" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    template = tmp_path / "published" / "chat_template.jinja"
+    if template.exists():
+        template.write_text("You are a helpful one. " + template.read_text())
+    else:
+        config["chat_template"] = "You are a helpful one. " + config["chat_template"]
+        file.write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="tokenizer, chat template or weights"):
+        ScoreModel.load(tmp_path / "published")
