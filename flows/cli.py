@@ -246,7 +246,8 @@ def data(
         list[str] | None, typer.Option("--set", help="key=value of the data section, such as min_pairs=0.")
     ] = None,
 ) -> None:
-    """Try files: read, check and split them as the pipeline would, show the card; nothing is kept."""
+    """Try files: read, check and split them as the pipeline would, show the card; the stages' outputs
+    stay as they are."""
     from flows.try_data import try_files
 
     here = Path.cwd()
