@@ -52,7 +52,7 @@ def event(name: str, start: int) -> Variant:
     return Variant(f"{name} at {start}", start, event=name)
 
 
-CLEAN = {
+CLEAN: dict[str, Sequence[Variant]] = {
     "development": (Variant("clean"), Variant("clean, own generator", event="served")),
     "held out": (Variant("clean"), Variant("clean, own generator", event="served")),
 }

@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import math
+import random
 import shutil
 import statistics
 import subprocess
@@ -45,12 +46,12 @@ STEPS, PROMPTS, GROUP = 20, 6, 8
 SPLITS: dict[str, dict[str, Any]] = {
     "development": {
         "seed": 1000, "bases": (0, 1), "rewards": ("nature", "small", "opening"),
-        "algorithms": ("rloo", "grpo"), "rates": (3e-3,), "faulty": 4, "clean": 8,
+        "algorithms": ("rloo", "grpo", "ppo"), "rates": (3e-3,), "faulty": 6, "clean": 12,
     },
     "held out": {
         "seed": 9000, "bases": (2, 3), "rewards": ("good", "order", "different", "topical"),
-        "algorithms": ("rloo", "dr_grpo", "reinforce_pp", "ppo"), "rates": (2e-3, 4e-3), "faulty": 20,
-        "clean": 40,
+        "algorithms": ("rloo", "dr_grpo", "reinforce_pp", "ppo"), "rates": (2e-3, 4e-3), "faulty": 24,
+        "clean": 60,
     },
 }  # fmt: skip
 
@@ -61,7 +62,6 @@ class Case:
 
     fault: str
     variant: Variant
-    number: int
     seed: int
     base: int
     reward: str
@@ -85,23 +85,23 @@ def code_digest() -> str:
 
 
 def cases(split: str) -> list[Case]:
-    """All runs of a split; rewards, algorithms, rates, bases and variants take turns."""
+    """All runs of a split; each of a fault's variants, rewards, algorithms, ... comes up equally often."""
     plan = SPLITS[split]
-    groups = {"clean": CLEAN, **FAULTS}
     made = []
-    for at, (fault, variants) in enumerate(groups.items()):
-        for number in range(plan["clean"] if fault == "clean" else plan["faulty"]):
-            kinds, rates, bases = variants[split], plan["rates"], plan["bases"]
-            algorithm = plan["algorithms"][number % len(plan["algorithms"])]
-            turn = number // len(plan["algorithms"])
-            lr = rates[turn % len(rates)] * variants[split][number % len(kinds)].lr_factor
-            made.append(
-                Case(
-                    fault, kinds[(number + turn) % len(kinds)], number, plan["seed"] + 100 * at + number,
-                    bases[(number + turn // 2) % len(bases)],
-                    plan["rewards"][(number // 2 + turn) % len(plan["rewards"])], algorithm, lr,
-                )
-            )  # fmt: skip
+    for at, (fault, variants) in enumerate({"clean": CLEAN, **FAULTS}.items()):
+        count = plan["clean"] if fault == "clean" else plan["faulty"]
+        rng = random.Random(f"{split} {fault}")
+        drawn = []
+        for choices in (
+            variants[split],
+            *(plan[name] for name in ("bases", "rewards", "algorithms", "rates")),
+        ):
+            column = [choices[number % len(choices)] for number in range(count)]
+            rng.shuffle(column)
+            drawn.append(column)
+        for number, (variant, base, reward, algorithm, rate) in enumerate(zip(*drawn, strict=True)):
+            seed = plan["seed"] + 100 * at + number
+            made.append(Case(fault, variant, seed, base, reward, algorithm, rate * variant.lr_factor))
     return made
 
 

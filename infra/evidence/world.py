@@ -115,7 +115,7 @@ def base(folder: Path, seed: int, steps: int = 300) -> Path:
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * (1 - step / steps)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     model.config.save_pretrained(unfinished)
     save_model(model, str(unfinished / "model.safetensors"), metadata={"format": "pt"})
@@ -140,7 +140,8 @@ class InProcess:
     Outcomes, error limit and all that follows are those of training.scorers."""
 
     def __init__(self, scorer: ScorerParams, error_limit: float) -> None:
-        self.name, self.dimensions = scorer.name, (scorer.dimension,)
+        self.name = scorer.name
+        self.dimensions: tuple[str, ...] = (scorer.dimension,)
         self.tally = Tally(scorer.name, error_limit)
         self._function = resolve(scorer.path)
 
@@ -165,7 +166,7 @@ def open_run(
     folder: Path, model: Path, params: dict[str, Any], seed: int, extra: dict[str, Any]
 ) -> rl.Setting:
     """A run in an empty folder, set up by the program itself."""
-    rl.build_scorers = in_process
+    setattr(rl, "build_scorers", in_process)  # noqa: B010  mypy: rl does not export what it imports
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = folder / "prompts.jsonl"
