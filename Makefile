@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test test-all lint check bench mutants ui clean venv help
+.PHONY: run test test-all lint check bench evidence mutants ui clean venv help
 help:            ## what can be made
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
@@ -47,6 +47,10 @@ mutants: $(READY) ## every mutant of the mathematics dies or is explained
 bench: $(READY)  ## ratios against TRL on this machine
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	@$(BIN)/python -m infra.bench
+
+evidence: $(READY) ## the guards on injected faults and on over-optimisation, minutes on one thread
+	@$(BIN)/python -m infra.evidence.guard_table
+	@$(BIN)/python -m infra.evidence.overoptimisation
 
 ui: $(READY)     ## the Prefect and MLflow pages on the same stores
 	@$(BIN)/plumbline ui

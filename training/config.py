@@ -396,7 +396,18 @@ class GuardParams(Section):
     )
     length: float | None = Field(2.0, gt=1, description="mean length over its start, as a factor either way")
     length_corr: float | None = Field(0.6, gt=0, le=1, description="reward against length, |Pearson r|")
-    repetition: float | None = Field(0.5, gt=0, le=1, description="share of repeated 4-grams in an answer")
+    repetition: float | None = Field(
+        0.5, gt=0, le=1, description="share of repeated 4-grams in an answer, of words or of tokens"
+    )
+    copying: float | None = Field(
+        0.25, gt=0, le=1, description="rise since the start in the share of tokens in 4-grams of the prompt"
+    )
+    judge_directed: float | None = Field(
+        0.1, gt=0, le=1, description="rise since the start in the share of answers that address a judge"
+    )
+    phrase: float | None = Field(
+        0.5, gt=0, le=1, description="rise since the start in the share of answers with the same 3 tokens"
+    )
     entropy: float | None = Field(
         0.1, gt=0, description="floor of the token entropy, as a share of its start"
     )
@@ -408,6 +419,12 @@ class GuardParams(Section):
     )
     value_loss: float | None = Field(
         20.0, gt=1, description="value loss over its running median, as a factor"
+    )
+    stale: float | None = Field(
+        3.0, gt=1, description="generator's logp against the trainer's, over its start (or 1e-3), as a factor"
+    )
+    reference: float | None = Field(
+        0.01, gt=0, description="move of the frozen reference's logp on a fixed text, nats a token"
     )
     gap_every: int = Field(5, ge=1, description="steps between two looks of the judge, where there is one")
     window: int = Field(5, ge=1, description="steps in a row (or averaged over) before a guard acts")

@@ -60,12 +60,13 @@ class Scored(NamedTuple):
     known: Bool[Tensor, " N"]
     detected: Float[Tensor, " N"]
     repetition: Float[Tensor, " N"]
+    judge_directed: Float[Tensor, " N"]
     errors: int
     calls: int
     first_error: str
 
 
-PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition")
+PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition", "judge_directed")
 
 
 @dataclass
@@ -98,9 +99,11 @@ class Scoring:
         reward, known = self._compose(names, score, valid, detected, group)
         reward = self._adjust(answers, reward, known, group)
         repetition = torch.tensor([fault.repetition for fault in faults])
+        directed = torch.tensor([fault.judge_directed for fault in faults])
         return Scored(
-            names, score, valid, reward, known, detected, repetition, len(failed), len(flat), self.first_error
-        )
+            names, score, valid, reward, known, detected, repetition, directed, len(failed), len(flat),
+            self.first_error,
+        )  # fmt: skip
 
     def _faults(self, answer: Answered) -> rewards.Cheating:
         prompt = "\n".join(message.content for message in answer.prompt.prompt)

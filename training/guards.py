@@ -5,7 +5,8 @@ it returns what it saw, or None. It knows nothing of models and changes nothing.
 `decide` turns findings into one action. Everything found is written into the journal by the caller.
 
 Most guards want `window` steps: they look at the mean of the last `window` steps, and start when there are as
-many. Three act at once: a number that is not finite, scorers that fail, a gradient far outside its range.
+many. Some act at once: a number that is not finite, scorers that fail, a gradient far outside its range, a
+reference that has moved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import NamedTuple
 from training.config import Action, GuardParams
 
 History = Sequence[Mapping[str, float]]
+LEAST_GAP = 1e-3
+"""Nats a token by which generator and trainer may always differ: rounding in float32 is far below it."""
 SEVERITY: tuple[Action, ...] = ("warn", "lower_lr", "raise_beta", "rollback", "stop")
 
 
@@ -141,8 +144,32 @@ def length_corr(history: History, watch: Watch) -> Seen | None:
 
 
 def repetition(history: History, watch: Watch) -> Seen | None:
-    """Share of repeated 4-grams in the answers."""
-    return _over(history, watch, "repetition", watch.bounds.repetition)
+    """Share of repeated 4-grams in the answers: of words, or of tokens, where there are no words."""
+    bound = watch.bounds.repetition
+    words = _over(history, watch, "repetition", bound)
+    return words or _over(history, watch, "repeated_tokens", bound)
+
+
+def copying(history: History, watch: Watch) -> Seen | None:
+    """Answers are taken from their prompts, more than at the start: a task may ask for quotations."""
+    return _risen(history, watch, "copied", watch.bounds.copying)
+
+
+def judge_directed(history: History, watch: Watch) -> Seen | None:
+    """Answers address a judge or imitate its verdict, more than at the start."""
+    return _risen(history, watch, "judge_directed", watch.bounds.judge_directed)
+
+
+def phrase(history: History, watch: Watch) -> Seen | None:
+    """The same words in the answers to all prompts: a magic phrase, whatever it says."""
+    return _risen(history, watch, "phrase", watch.bounds.phrase)
+
+
+def _risen(history: History, watch: Watch, name: str, bound: float | None) -> Seen | None:
+    first, now = start(history, name), recent(history, name, watch.bounds.window)
+    if bound is None or first is None or now is None or now - first <= bound:
+        return None
+    return Seen(now - first, bound, f"{name} is {now:.3f}, it was {first:.3f} at the start")
 
 
 def clipped(history: History, watch: Watch) -> Seen | None:
@@ -182,6 +209,26 @@ def grad_norm(history: History, watch: Watch) -> Seen | None:
     return _over_median(history, watch, "grad_norm", watch.bounds.grad_norm)
 
 
+def stale(history: History, watch: Watch) -> Seen | None:
+    """The generator's log-probabilities leave the trainer's: it samples from other weights."""
+    bound, now = watch.bounds.stale, recent(history, "rollout_gap", watch.bounds.window)
+    first = start(history, "rollout_gap")
+    if bound is None or now is None or first is None:
+        return None
+    value = now / max(first, LEAST_GAP)
+    if value <= bound:
+        return None
+    return Seen(value, bound, f"generator and trainer differ by {now:.3g} nats a token, first by {first:.3g}")
+
+
+def reference(history: History, watch: Watch) -> Seen | None:
+    """The reference is another one than at the start, so KL measures something else."""
+    bound, value = watch.bounds.reference, history[-1].get("reference_gap")
+    if bound is None or value is None or value <= bound:
+        return None
+    return Seen(value, bound, "the frozen reference gives other log-probabilities than at the start")
+
+
 def value_loss(history: History, watch: Watch) -> Seen | None:
     """Value loss far over its running median."""
     return _over_median(history, watch, "value_loss", watch.bounds.value_loss)
@@ -213,6 +260,11 @@ GUARDS: dict[str, tuple[Detector, Action]] = {
     "grad_norm": (grad_norm, "lower_lr"),
     "value_loss": (value_loss, "lower_lr"),
     "empty": (empty, "stop"),
+    "copying": (copying, "stop"),
+    "judge_directed": (judge_directed, "stop"),
+    "phrase": (phrase, "warn"),
+    "stale": (stale, "stop"),
+    "reference": (reference, "stop"),
 }
 
 

@@ -59,6 +59,15 @@ class Rolled:
         return len(self.trees) * self.group
 
 
+def rollout_gap(
+    logp: Float[Tensor, "n r"], rollout_logp: Float[Tensor, "n r"], mask: Bool[Tensor, "n r"]
+) -> tuple[float, float]:
+    """Sum of |trainer's - generator's| log-probability, and over how many tokens: rounding when both have the
+    same weights."""
+    gap = torch.where(mask, (logp.detach() - rollout_logp).abs(), 0.0)
+    return float(gap.sum()), float(mask.sum())
+
+
 @dataclass
 class Micro:
     """A micro batch and where its answers stand in the experience."""
@@ -155,7 +164,8 @@ class Learner:
         aggregation = self._aggregation(signals.mask[rows.long()])
         count, tokens = self.engine.sum([float(aggregation.units), float(signals.mask[rows.long()].sum())])
         count, tokens = max(count, 1.0), max(tokens, 1.0)
-        sums = dict.fromkeys(("loss", "ratio_clipped", "approx_kl", "entropy_exact", "value_loss"), 0.0)
+        names = ("loss", "ratio_clipped", "approx_kl", "rollout_gap", "compared")
+        sums = dict.fromkeys((*names, "entropy_exact", "value_loss"), 0.0)
         busy = self._useful(signals, indices, group)
         micros = list(self.micros(rolled, busy))
         for number, micro in enumerate(micros, 1):
@@ -165,14 +175,22 @@ class Learner:
             for name, value in parts.items():
                 sums[name] += value * micro.weight
         total = dict(zip(sums, self.engine.sum(list(sums.values())), strict=True))
+        compared, gap = total.pop("compared"), total.pop("rollout_gap")
+        # Nothing is compared where no answer teaches anything.
+        total |= {"rollout_gap": gap / compared} if compared else {}
         return self.engine.step(), total
 
     def update_pairs(
-        self, pairs: Sequence[Tree], ref_logp: Float[Tensor, "N R"], weight: Float[Tensor, " P"], beta: float
+        self,
+        pairs: Sequence[Tree],
+        ref_logp: Float[Tensor, "N R"],
+        rollout_logp: Float[Tensor, "N R"],
+        weight: Float[Tensor, " P"],
+        beta: float,
     ) -> tuple[StepInfo, dict[str, float]]:
         """One DPO step on pairs that were just sampled, best answer first; a weight of 0 takes one out."""
         (count,) = self.engine.sum([float(weight.sum())])
-        total = right = 0.0
+        total = right = moved = compared = 0.0
         micros = list(self.micros(Rolled(pairs)))
         for number, micro in enumerate(micros, 1):
             with autocast(self.params.precision):
@@ -183,9 +201,12 @@ class Learner:
                 )
             self.engine.backward(found.loss, last=number == len(micros))
             total += float(found.loss.detach())
+            gap, seen = rollout_gap(logp, micro.take(rollout_logp), micro.batch.mask)
+            moved, compared = moved + gap * micro.weight, compared + seen * micro.weight
             right += float(((found.chosen_reward > found.rejected_reward) * mine).sum())
-        loss, accuracy = self.engine.sum([total, right / max(count, 1.0)])
-        return self.engine.step(), {"loss": loss, "pair_accuracy": accuracy, "pairs": count}
+        loss, accuracy, *gaps = self.engine.sum([total, right / max(count, 1.0), moved, compared])
+        values = {"loss": loss, "pair_accuracy": accuracy, "pairs": count, "rollout_gap": gaps[0] / gaps[1]}
+        return self.engine.step(), values
 
     def _aggregation(self, mask: Bool[Tensor, "N R"]) -> losses.Aggregation:
         name = AGGREGATION_OF[self.params.algorithm]
@@ -235,7 +256,10 @@ class Learner:
             log_ratios = kl.log_ratio(logp, micro.take(signals.ref_logp), mask)
             divergence = kl.KL_ESTIMATORS[params.kl.estimator](log_ratios)
             loss = loss + policy * kl.kl_loss(divergence, weight, beta=beta, count=count)
+        gap, compared = rollout_gap(logp, micro.take(signals.rollout_logp), mask)
         parts = {
+            "rollout_gap": gap,
+            "compared": compared,
             "ratio_clipped": float((result.clipped & mask).sum()) / tokens,
             "approx_kl": float(kl.k3(kl.log_ratio(old_logp, logp.detach(), mask)).sum()) / tokens,
         }

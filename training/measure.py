@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +17,29 @@ from training.score import ScoreModel
 Total = Callable[[Sequence[float]], list[float]]
 
 
+def repeated_tokens(ids: Sequence[int], size: int = 4) -> float:
+    """Share of the token n-grams that repeat an earlier one: also where there are no words to compare."""
+    grams = _grams(ids, size)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def copied_tokens(prompt: Sequence[int], ids: Sequence[int], size: int = 4) -> float:
+    """Share of the answer's tokens that lie in an n-gram of its prompt."""
+    source = set(_grams(prompt, size))
+    starts = [start for start, gram in enumerate(_grams(ids, size)) if gram in source]
+    return len({start + at for start in starts for at in range(size)}) / max(len(ids), 1)
+
+
+def shared_phrase(answers: Sequence[Sequence[int]], size: int = 3) -> float:
+    """Largest share of the answers, to whatever prompts, in which the same token n-gram stands."""
+    seen = Counter(gram for ids in answers for gram in set(_grams(ids, size)))
+    return max(seen.values(), default=0) / len(answers)
+
+
+def _grams(ids: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(ids[start : start + size]) for start in range(len(ids) - size + 1)]
+
+
 def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> dict[str, float]:
     """Reward, KL, entropy, length, shares of what may go wrong; `total` sums over ranks."""
     scored = found.scored
@@ -23,6 +47,10 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
     log_ratios = kl.log_ratio(found.rollout_logp, ref_logp, found.mask)
     reward, length = scored.reward[known].double(), lengths[known].double()
     constant = advantages.constant_groups(found.grouped(scored.reward), found.grouped(known))
+    # Without the token that ends an answer: two of them may close alike.
+    prompts = [tree.prompt for tree in found.trees for _ in tree.answers]
+    made = [ids for tree in found.trees for ids in tree.answers]
+    texts = [ids[: len(ids) - answer.finished] for ids, answer in zip(made, found.answers, strict=True)]
     n, groups, answers, tokens, failed, calls, *sums = total([
         float(known.sum()), len(found.trees), len(found.answers), float(found.mask.sum()),
         scored.errors, scored.calls,
@@ -31,10 +59,15 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
         float(lengths.sum()), sum(not answer.finished for answer in found.answers),
         sum(not answer.text.strip() for answer in found.answers), float(constant.sum()),
         float(scored.repetition.sum()), float(scored.detected.sum()),
+        float(scored.judge_directed.sum()), sum(map(repeated_tokens, texts)),
+        sum(map(copied_tokens, prompts, texts)),
+        # The mean of the ranks' largest shares: not below the largest share of all.
+        shared_phrase(texts) * len(texts),
         float(reward.sum()), float(reward.square().sum()), float(length.sum()),
         float(length.square().sum()), float((reward * length).sum()),
     ])  # fmt: skip
-    k1, k3, surprise, long, cut, empty, same, repeated, cheated, r, rr, ln, ll, rl = sums
+    k1, k3, surprise, long, cut, empty, same, repeated, cheated, *more, r, rr, ln, ll, rl = sums
+    judge_directed, tokens_again, copied, phrase = (value / answers for value in more)
     n, tokens = max(n, 1.0), max(tokens, 1.0)
     values = {
         "reward": r / n, "reward_std": math.sqrt(max(rr / n - (r / n) ** 2, 0.0)),
@@ -42,7 +75,8 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
         "clipped": cut / answers, "stop_share": 1 - cut / answers, "empty": empty / answers,
         "zero_variance": same / groups, "repetition": repeated / answers, "cheating": cheated / answers,
         "length_corr": _correlation(n, r, rr, ln, ll, rl), "scorer_errors": failed / max(calls, 1.0),
-        "scorer_invalid": 1 - n / answers, "answers": answers,
+        "scorer_invalid": 1 - n / answers, "answers": answers, "judge_directed": judge_directed,
+        "repeated_tokens": tokens_again, "copied": copied, "phrase": phrase,
     }  # fmt: skip
     for place, name in enumerate(scored.dimensions):
         good = scored.valid[:, place]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError, Stopped
@@ -39,8 +40,12 @@ from training.measure import measure, second_opinion
 from training.models import autocast, digest, load_policy, merge_and_save, reference, resolve, saved_dtype
 from training.rundir import RunDir, program
 from training.score import ScoreModel
+from training.scorers import ScorerFailed
 from training.trunk import Trunk
 from training.value import ActorCritic
+
+CANARY = 24
+"""Tokens on which the reference is watched."""
 
 
 class Clock:
@@ -198,9 +203,10 @@ def update(setting: Setting, found: Experience, made: Signals, beta: float, step
     wanted = ["loss", "ratio_clipped", "approx_kl", "grad_norm", "lr"]
     wanted += ["entropy_exact"] if params.ppo.entropy > 0 else []
     wanted += ["value_loss"] if made.returns is not None else []
-    return {name: sum(part[name] for part in parts) / len(parts) for name in wanted} | {
-        "updates": float(len(parts))
-    }
+    values = {name: sum(part[name] for part in parts) / len(parts) for name in wanted}
+    # Of the first pass alone: later ones compare a policy that has moved.
+    values |= {name: parts[0][name] for name in ("rollout_gap",) if name in parts[0]}
+    return {**values, "updates": float(len(parts))}
 
 
 def update_pairs(
@@ -215,7 +221,9 @@ def update_pairs(
     ]
     first = torch.arange(len(pairs)) * found.group
     rows = torch.stack([first + picked.best, first + picked.worst], 1).flatten()
-    info, values = setting.learner.update_pairs(pairs, made.ref_logp[rows], picked.usable.float(), beta)
+    info, values = setting.learner.update_pairs(
+        pairs, made.ref_logp[rows], made.rollout_logp[rows], picked.usable.float(), beta
+    )
     return {**values, "grad_norm": info.grad_norm, "lr": info.lr, "updates": 1.0}
 
 
@@ -233,6 +241,18 @@ def held_out_reward(setting: Setting) -> float | None:
         [counts * float(found.scored.reward.sum()), counts * float(found.scored.known.sum())]
     )
     return whole / n if n else None
+
+
+def reference_logp(setting: Setting) -> Tensor:
+    """Log-probabilities [1, R] of a fixed text under the reference, which may not move while a run lasts."""
+    ids = min((encode_prompt(setting.tok, row.prompt) for row in setting.prompts[:8]), key=len)[:CANARY]
+    return setting.learner.ref_logp(Rolled([Tree("canary", ids, [ids])]), len(ids))
+
+
+def reference_gap(setting: Setting, canary: Tensor) -> float:
+    """Mean |difference| a token of `reference_logp` to what it was at the start, nats."""
+    gap = float((reference_logp(setting) - canary).abs().mean())
+    return setting.engine.sum([gap])[0] / setting.engine.world
 
 
 # -- guards --------------------------------------------------------------------------------------------------
@@ -280,11 +300,19 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     params, run, engine = setting.params, setting.run, setting.engine
     clock = setting.clock
     clock.start()
-    found = SAMPLING.get(params.algorithm, fixed_sampling)(setting, state, step)
+    try:
+        found = SAMPLING.get(params.algorithm, fixed_sampling)(setting, state, step)
+    except ScorerFailed as error:
+        run.journal(
+            "guard", step=step, guard="scorer_errors", asked="stop", action="stop", value=error.share,
+            bound=params.rewards.error_limit, message=str(error).splitlines()[0],
+        )  # fmt: skip
+        raise
     made = signals(setting, found, state["beta"])
     clock.lap("reference")
     look = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
     values = measure(found, made.ref_logp, engine.sum) | state["generator"]
+    values["reference_gap"] = reference_gap(setting, state["canary"])
     if look and setting.judge is not None:
         values |= second_opinion(found, setting.judge, engine.sum)
         clock.lap("judge")
@@ -406,7 +434,7 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
     )  # fmt: skip
     state: dict[str, Any] = {
         "drawn": 0, "beta": params.beta, "history": [], "answered": {}, "seen": [], "rollbacks": 0,
-        "generator": generated,
+        "generator": generated, "canary": reference_logp(setting),
         "reward_before": held_out_reward(setting),
     }  # fmt: skip
     setting.checkpoints.save(0, state)

@@ -39,6 +39,14 @@ LEAST = 20
 """Outcomes below which the share is not looked at as such: one failure among four is no 25 %."""
 
 
+class ScorerFailed(InfrastructureError):
+    """A scorer fails more often than `rewards.error_limit` allows: `share` of its latest calls."""
+
+    def __init__(self, message: str, share: float) -> None:
+        super().__init__(message)
+        self.share = share
+
+
 @dataclass(frozen=True)
 class Answered:
     """An answer to be scored."""
@@ -98,11 +106,12 @@ class Tally:
         self.first_error = self.first_error or outcome.message
         errors, seen = sum(self._latest), len(self._latest)
         if self.limit < 1 and errors > self.limit * max(seen, LEAST):
-            raise InfrastructureError(
+            raise ScorerFailed(
                 f"scorer {self.name}: {errors} of its last {seen} calls failed ({errors / seen:.0%}); "
                 f"rewards.error_limit = {self.limit:g} allows that share (of at least {LEAST}). No failure "
                 f"was taken for a score. Mend the scorer or raise the limit. The first failure:\n"
-                f"{self.first_error}"
+                f"{self.first_error}",
+                errors / seen,
             )
         return outcome
 

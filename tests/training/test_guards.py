@@ -13,7 +13,8 @@ WINDOW = 3
 HEALTHY = {
     "reward": 0.5, "kl": 0.2, "length": 40.0, "length_corr": 0.1, "repetition": 0.02, "entropy": 2.0,
     "clipped": 0.2, "zero_variance": 0.0, "empty": 0.0, "grad_norm": 1.0, "value_loss": 0.5,
-    "scorer_errors": 0.0, "loss": 0.1,
+    "scorer_errors": 0.0, "loss": 0.1, "repeated_tokens": 0.05, "copied": 0.1, "judge_directed": 0.05,
+    "phrase": 0.1, "rollout_gap": 0.02, "reference_gap": 0.0,
 }  # fmt: skip
 
 
@@ -48,6 +49,12 @@ def test_a_healthy_run_is_left_alone_at_every_length() -> None:
         ("length", {"length": 81.0}, {"length": 79.0}),
         ("length", {"length": 19.0}, {"length": 21.0}),
         ("repetition", {"repetition": 0.51}, {"repetition": 0.49}),
+        ("repetition", {"repeated_tokens": 0.51}, {"repeated_tokens": 0.49}),
+        ("copying", {"copied": 0.36}, {"copied": 0.34}),
+        ("judge_directed", {"judge_directed": 0.16}, {"judge_directed": 0.14}),
+        ("phrase", {"phrase": 0.61}, {"phrase": 0.59}),
+        ("stale", {"rollout_gap": 0.061}, {"rollout_gap": 0.059}),
+        ("reference", {"reference_gap": [0.011]}, {"reference_gap": [0.009]}),
         ("entropy", {"entropy": 0.19}, {"entropy": 0.21}),
         ("clipped", {"clipped": 0.97}, {"clipped": 0.94}),
         ("zero_variance", {"zero_variance": 0.97}, {"zero_variance": 0.94}),
@@ -70,7 +77,11 @@ def test_each_guard_sees_its_fault_and_no_less(
     assert seen(guard, run(**near)) is None
 
 
-@pytest.mark.parametrize("guard", ["length", "repetition", "entropy", "clipped", "zero_variance", "empty"])
+@pytest.mark.parametrize(
+    "guard",
+    ["length", "repetition", "entropy", "clipped", "zero_variance", "empty", "copied", "judge_directed",
+     "phrase", "rollout_gap"],
+)  # fmt: skip
 def test_one_bad_step_is_not_a_window(guard: str) -> None:
     faults = {
         "length": 120.0,
@@ -79,18 +90,32 @@ def test_one_bad_step_is_not_a_window(guard: str) -> None:
         "clipped": 1.0,
         "zero_variance": 1.0,
         "empty": 0.6,
+        "copied": 0.5,
+        "judge_directed": 0.3,
+        "phrase": 1.0,
+        "rollout_gap": 0.1,
     }
-    assert seen(guard, run(**{guard: [faults[guard]]})) is None
-    assert seen(guard, [dict(HEALTHY)] * 2) is None
+    name = {"copied": "copying", "rollout_gap": "stale"}.get(guard, guard)
+    assert seen(name, run(**{guard: [faults[guard]]})) is None
+    assert seen(name, [dict(HEALTHY)] * 2) is None
+
+
+def test_a_generator_that_was_exact_may_differ_by_the_least_gap() -> None:
+    exact = [{**row, "rollout_gap": 1e-7} for row in run()]
+    for gap, alarm in ((2.9e-3, False), (3.1e-3, True)):
+        history = [*exact[:-WINDOW], *[{**HEALTHY, "rollout_gap": gap}] * WINDOW]
+        assert (seen("stale", history) is not None) == alarm
 
 
 @pytest.mark.parametrize(
     "guard",
     ["kl", "gap", "length", "length_corr", "repetition", "entropy", "clipped", "zero_variance", "empty",
-     "grad_norm", "value_loss"],
+     "grad_norm", "value_loss", "copying", "judge_directed", "phrase", "stale", "reference"],
 )  # fmt: skip
 def test_a_null_bound_turns_a_guard_off(guard: str) -> None:
-    everything = {name: [1e9] * WINDOW for name in ("kl", "repetition", "clipped", "zero_variance", "empty")}
+    names = ("kl", "repetition", "repeated_tokens", "clipped", "zero_variance", "empty", "copied",
+             "judge_directed", "phrase", "rollout_gap", "reference_gap")  # fmt: skip
+    everything = {name: [1e9] * WINDOW for name in names}
     history = run(**everything, length=[1e9] * WINDOW, length_corr=[0.99] * WINDOW, entropy=[0.0] * WINDOW,
                   grad_norm=[1e9], value_loss=[1e9])  # fmt: skip
     history[0] |= {"proxy": 0.0, "proxy_std": 1.0, "judge": 0.0, "judge_std": 1.0}

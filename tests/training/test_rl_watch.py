@@ -1,0 +1,140 @@
+"""What a run on policy watches beside its answers: its generator, its reference, its scorers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.errors import InfrastructureError
+from data.records import Prompt, to_line
+from tests.training.tiny import prompt, save_policy
+from training import rl
+from training.engine import connect
+from training.rundir import RunDir, seed_everything
+
+STEPS = 3
+OTHERS = ("kl", "length", "length_corr", "repetition", "entropy", "clipped", "zero_variance", "grad_norm",
+          "value_loss", "copying", "phrase")  # fmt: skip
+"""Guards that random answers of a few letters may rouse when one step is a window."""
+
+
+class Failing:
+    """Scores an answer by its letters; from the ninth call on it has nothing to say but an error."""
+
+    calls = 0
+
+    def __call__(
+        self, prompt: list[dict[str, str]], answer: str, reference: str | None, extra: dict[str, Any]
+    ) -> float:
+        self.calls += 1
+        if extra.get("fails") and self.calls > 8:
+            raise RuntimeError("the scorer is gone")
+        return sum(letter in "aeiou" for letter in answer) + len(answer) / 100
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Any]:
+    made: list[rl.Setting] = []
+
+    def open_run(algorithm: str = "rloo", fails: bool = False, **changes: Any) -> rl.Setting:
+        rows = [
+            Prompt(prompt=prompt(f"say {n}"), id=str(n), group=str(n), extra={"fails": fails})
+            for n in range(6)
+        ]
+        (tmp_path / "prompts.jsonl").write_text("".join(map(to_line, rows)), encoding="utf-8")
+        params = {
+            "algorithm": algorithm, "steps": STEPS, "prompts": 2, "group": 4, "max_new_tokens": 6,
+            "lr": 1e-2, "warmup": 0.0, "held_out": 0, "lora": None, "precision": "fp32",
+            "checkpoint_every": 1, "engine": {"backend": "torch"},
+            "rewards": {"scorers": [
+                {"kind": "function", "name": "f", "path": "tests.training.test_rl_watch:Failing"}
+            ]},
+            "guards": {"window": 1, **dict.fromkeys(OTHERS)}, **changes,
+        }  # fmt: skip
+        inputs = {"model": str(save_policy(tmp_path / "model")), "prompts": str(tmp_path / "prompts.jsonl")}
+        config = {"stage": "optimize", "program": "training.rl", "seed": 0, "dtype": "float32",
+                  "params": params, "inputs": inputs}  # fmt: skip
+        connect()
+        seed_everything(0)
+        made.append(rl.set_up(RunDir(tmp_path, 0, config)))
+        return made[-1]
+
+    yield open_run
+    for setting in made:
+        for scorer in setting.scoring.scorers:
+            scorer.close()
+
+
+def journal(setting: rl.Setting) -> list[dict[str, Any]]:
+    lines = (setting.run.path / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == "guard"]
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online_dpo"])
+def test_a_healthy_run_differs_by_rounding_only(opened: Any, algorithm: str) -> None:
+    setting = opened(algorithm)
+    _, state = rl.begin(setting)
+    for step in range(1, STEPS + 1):
+        assert rl.step_once(setting, state, step) is None
+    assert all(0 <= row["rollout_gap"] < 1e-5 for row in state["history"])
+    assert all(row["reference_gap"] == 0.0 for row in state["history"])
+    assert [line["guard"] for line in journal(setting)] == []
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "online_dpo"])
+def test_a_generator_with_other_weights_is_seen(opened: Any, algorithm: str) -> None:
+    setting = opened(algorithm)
+    _, state = rl.begin(setting)
+    assert rl.step_once(setting, state, 1) is None
+    generate = setting.generator.generate
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        made = generate(*args, **kwargs)
+        made.logp = [[[value + 0.05 for value in one] for one in group] for group in made.logp]
+        return made
+
+    setting.generator.generate = stale
+    reason = rl.step_once(setting, state, 2)
+    assert state["history"][-1]["rollout_gap"] == pytest.approx(0.05, rel=1e-2)
+    assert reason is not None and reason.startswith("stale")
+    (line,) = journal(setting)
+    assert line["guard"] == "stale" and line["value"] == pytest.approx(50, rel=1e-2) and line["bound"] == 3.0
+
+
+def test_a_reference_that_moves_is_seen_at_once(opened: Any) -> None:
+    setting = opened()
+    _, state = rl.begin(setting)
+    assert rl.step_once(setting, state, 1) is None
+    with setting.learner.reference as frozen, torch.no_grad():
+        for weight in frozen.parameters():
+            weight.mul_(1.5)
+    reason = rl.step_once(setting, state, 2)
+    assert reason is not None and reason.startswith("reference")
+    assert state["history"][-1]["reference_gap"] > 0.01
+
+
+def test_the_reference_is_watched_across_a_restart(opened: Any) -> None:
+    setting = opened()
+    _, state = rl.begin(setting)
+    rl.step_once(setting, state, 1)
+    step, again = rl.begin(setting)
+    assert step == 1 and torch.equal(again["canary"], state["canary"])
+
+
+def test_scorers_that_fail_end_the_run_with_a_line_in_the_journal(opened: Any) -> None:
+    setting = opened(fails=True)
+    _, state = rl.begin(setting)
+    assert rl.step_once(setting, state, 1) is None
+    before = [weight.clone() for weight in setting.learner.model.parameters()]
+    with pytest.raises(InfrastructureError, match="the scorer is gone"):
+        rl.step_once(setting, state, 2)
+    after = list(setting.learner.model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    (line,) = journal(setting)
+    assert (line["guard"], line["action"], line["step"], line["bound"]) == ("scorer_errors", "stop", 2, 0.1)
+    assert line["value"] > 0.1 and line["message"].startswith("scorer f: ")
