@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from data.config import DataParams
 from data.errors import ConfigurationError
@@ -159,11 +160,22 @@ def _read(path: Path, yaml: YAML) -> Any:
         raise ConfigurationError(
             f"{path}: the file is missing; restore it with `git checkout {path.name}`"
         ) from error
+    except DuplicateKeyError as error:
+        said = str(error.problem).partition(" with value")[0].removeprefix("found ")
+        raise ConfigurationError(f"{path}, line {_line(error)}: {said}; a key stands once") from error
+    except MarkedYAMLError as error:
+        said = ", ".join(filter(None, (error.problem, error.context)))
+        raise ConfigurationError(f"{path}, line {_line(error)}: not valid YAML: {said}") from error
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: not valid YAML: {error}") from error
     if value is not None and not isinstance(value, dict):
         raise ConfigurationError(f"{path}: holds a {type(value).__name__}; expected sections such as `sft:`")
     return value
+
+
+def _line(error: MarkedYAMLError) -> int:
+    mark = error.problem_mark or error.context_mark
+    return mark.line + 1 if mark is not None else 1
 
 
 def parse(raw: Mapping[str, object], where: str) -> Params:
@@ -173,6 +185,21 @@ def parse(raw: Mapping[str, object], where: str) -> Params:
     except ValidationError as error:
         lines = [_fault(where, dict(fault)) for fault in error.errors(include_url=False)]
         raise ConfigurationError("\n".join(lines)) from error
+
+
+_EXPECTED = {
+    "tuple_type": "expected a list, such as [a, b]",
+    "list_type": "expected a list, such as [a, b]",
+    "dict_type": "expected keys with values",
+    "model_type": "expected a section: keys with values",
+    "model_attributes_type": "expected a section: keys with values",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "string_type": "expected text",
+}
+"""What a library calls by its own types, in the words of who writes YAML."""
 
 
 def _fault(where: str, fault: dict[str, object]) -> str:
@@ -191,7 +218,7 @@ def _fault(where: str, fault: dict[str, object]) -> str:
         return f"{where}: {key}: {message}" if key else f"{where}: {message}"
     field = _fields(loc[:-1]).get(str(loc[-1]))
     meaning = f" ({field.description})" if field is not None and field.description else ""
-    lowered = message[0].lower() + message[1:]
+    lowered = _EXPECTED.get(str(fault["type"])) or message[0].lower() + message[1:]
     return f"{where}: {key} = {fault['input']!r}: {lowered}; change the value of {key}{meaning}"
 
 

@@ -30,8 +30,8 @@ def test_the_shipped_file_is_valid_and_names_every_section() -> None:
         ({"optimize": {"guard": {}}}, ("optimize.guard", "did you mean 'guards'?")),
         ({"optimise": {}}, ("optimise", "did you mean 'optimize'?")),
         ({"sft": {"lora": {"ranks": 3}}}, ("sft.lora.ranks", "did you mean 'rank'?")),
-        ({"sft": {"epochs": "2"}}, ("sft.epochs = '2'", "integer")),
-        ({"seed": True}, ("seed = True", "integer")),
+        ({"sft": {"epochs": "2"}}, ("sft.epochs = '2'", "whole number")),
+        ({"seed": True}, ("seed = True", "whole number")),
         (
             {"sft": {"max_prompt": 900}},
             ("sft: max_prompt (900) must be below max_length", "lower max_prompt"),
@@ -67,7 +67,7 @@ def test_numbers_are_read_as_dvc_reads_them(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("a: [1,", encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"params.yaml: not valid YAML"):
+    with pytest.raises(ConfigurationError, match=r"params\.yaml, line 1: not valid YAML"):
         load(tmp_path)
     (tmp_path / FILE).unlink()
     with pytest.raises(ConfigurationError, match="missing"):
@@ -77,7 +77,7 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"model: [", b"seed: 1\nseed: 2\n", b"- 1\n", b"seed: 0 # \xe9\n"])
 def test_a_faulty_file_is_named_before_anything_is_written(project: Path, content: bytes) -> None:
     (project / FILE).write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"params\.yaml: "):
+    with pytest.raises(ConfigurationError, match=r"params\.yaml(, line \d+)?: "):
         write_overrides(project, ["seed=1"])
     assert (project / FILE).read_bytes() == content
 
@@ -171,6 +171,24 @@ def test_what_could_never_end_well_is_refused(section: dict[str, object], words:
     with pytest.raises(ConfigurationError, match=re.escape(words)) as caught:
         parse(section, "params.yaml")
     assert "params.yaml: :" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "seed: 1\nsft: {lr: 1.0e-5}\nseed: 2\n",
+            'params.yaml, line 3: duplicate key "seed"; a key stands once',
+        ),
+        ("data: {files: 5}\n", "data.files = 5: expected a list"),
+        ("promote: 3\n", "promote = 3: expected a section"),
+        ("seed: x\n", "seed = 'x': expected a whole number"),
+    ],
+)
+def test_faults_are_told_in_the_words_of_who_writes_yaml(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        load(tmp_path)
 
 
 def test_flat() -> None:
