@@ -353,7 +353,11 @@ def trl_trainer(spec: dict[str, Any], tok: Any, counts: list[int]) -> Any:
             {"chosen_ids": t.prompt + t.answers[0], "rejected_ids": t.prompt + t.answers[1]} for t in trees
         ]
         sizes = list(map(tokens_of, trees))
-        config = trl.RewardConfig(max_length=MAX_LENGTH, center_rewards_coefficient=CENTRING, **common)
+        # Its model finds an answer's last token by id, so padding with EOS would move it.
+        other = next(name for name in tok.all_special_tokens if name != tok.eos_token)
+        config = trl.RewardConfig(
+            max_length=MAX_LENGTH, center_rewards_coefficient=CENTRING, pad_token=other, **common
+        )
         kind = trl.RewardTrainer
     else:
         rows = [
