@@ -42,6 +42,10 @@ PASSES = {"sft": 6, "reward": 6, "dpo": 8, "grpo": 10, "rloo": 10}
 sampling). Attention, embedding and head are left out, so a share of the peak is a lower bound."""
 
 
+decoding: list[float] = []
+"""Seconds of each sampling pass in this process; empty where nothing is sampled."""
+
+
 def vowels(prompt: Any, answer: str, reference: str | None, extra: dict[str, Any]) -> float:
     """The reward of both sides: share of vowels. Cheap, and it differs within a group."""
     return sum(letter in "aeiou" for letter in answer.lower()) / max(1, len(answer))
@@ -286,6 +290,7 @@ def our_rl(spec: dict[str, Any], tok: Any) -> Step:
     def step(number: int) -> tuple[float, float, int]:
         began = time.perf_counter()
         rl.step_once(setting, state, number + 1)
+        decoding.append(setting.clock.seconds["generate"])
         return time.perf_counter() - began, state["history"][-1]["loss"], generated[-1]
 
     return step
@@ -406,6 +411,16 @@ def run_trl(spec: dict[str, Any], tok: Any, turn: Callable[[], None], reply: Cal
         return loss
 
     trainer.training_step = remembered
+    if spec["task"] in ("grpo", "rloo"):
+        generate = trainer.model.generate
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            found = generate(*args, **kwargs)
+            decoding.append(time.perf_counter() - began)
+            return found
+
+        trainer.model.generate = timed
 
     class Turns(TrainerCallback):  # type: ignore[misc]
         began = 0.0
@@ -459,7 +474,8 @@ def serve(spec: dict[str, Any]) -> None:
             raise SystemExit(0)
 
     def reply(seconds: float, loss: float, tokens: int) -> None:
-        say(seconds=seconds, loss=loss, tokens=tokens, peak=peak_mb())
+        decode = decoding[-1] if decoding else None
+        say(seconds=seconds, loss=loss, tokens=tokens, peak=peak_mb(), decode=decode)
 
     if spec["side"] == "trl":
         import trl  # noqa: F401
@@ -485,7 +501,7 @@ def tiny_model(folder: Path) -> str:
 
 
 def prepare(spec: dict[str, Any]) -> None:
-    """In a process of its own: the tiny model where none is given, its size, and the matmul peak."""
+    """In a process of its own: the tiny model where none is given, its size, and the machine's two peaks."""
     import torch
 
     folder = Path(spec["model"])
@@ -512,7 +528,15 @@ def prepare(spec: dict[str, Any]) -> None:
             left @ right
             times.append(time.perf_counter() - began)
         peaks[name] = 2 * size**3 / min(times)
-    print(json.dumps({"weights": inner, "peaks": peaks}))
+    read = torch.randn(2**27)  # half a GB, which no cache holds
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        read.sum()
+        times.append(time.perf_counter() - began)
+    bandwidth = read.numel() * 4 / min(times)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    print(json.dumps({"weights": inner, "whole": whole, "peaks": peaks, "bandwidth": bandwidth}))
 
 
 class Side:
@@ -591,6 +615,10 @@ def row_of(
         row[f"{name}_rate"] = rate
         row[f"{name}_peak"] = max(pair[place]["peak"] for pair in pairs)
         row[f"{name}_share"] = rate * PASSES[task] * size["weights"] / size["peaks"][precision]
+        if task not in COMPARABLE:
+            # Each new token of the longest sample reads all weights (float32) once.
+            decode = statistics.median(step["decode"] for step in steps)
+            row[f"{name}_bandwidth"] = NEW_TOKENS * size["whole"] * 4 / decode / size["bandwidth"]
         row[f"{name}_losses"] = [pair[place]["loss"] for pair in pairs]
     row["ratio"] = statistics.median(
         (ours["tokens"] / ours["seconds"]) / (other["tokens"] / other["seconds"]) for ours, other in counted
@@ -608,7 +636,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
     table = Table(title=title, caption="ours / TRL; ratio: tokens a second, median of pairs of steps")
     for name in ("task", "s a step", "tokens/s", "ratio", "peak MB", "memory", "last loss", "loss gap",
-                 "of matmul peak", "pairs"):  # fmt: skip
+                 "of matmul peak", "of bandwidth, decoding", "pairs"):  # fmt: skip
         table.add_column(name, justify="left" if name == "task" else "right")
     for row in rows:
         last = f"{row['ours_losses'][-1]:.4f} / {row['trl_losses'][-1]:.4f}"
@@ -622,6 +650,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             last if "loss_gap" in row else "-",
             f"{row['loss_gap']:.1e}" if "loss_gap" in row else "-",
             f"{row['ours_share']:.1%} / {row['trl_share']:.1%}",
+            f"{row['ours_bandwidth']:.0%} / {row['trl_bandwidth']:.0%}" if "ours_bandwidth" in row else "-",
             str(row["pairs"]),
         )
     Console(width=None if sys.stdout.isatty() else 150).print(table)
@@ -680,7 +709,8 @@ def main() -> int:
                     failed.append(f"{task} {precision}: {error}")
     used = ", ".join(sorted({base["pairs"], base["prompts"]}))
     peaks = ", ".join(f"{name} {value / 1e9:.0f} GFLOP/s" for name, value in size["peaks"].items())
-    show(rows, f"{args.model or 'tiny random model'}, {args.threads} threads, {used}, matmul peak {peaks}")
+    machine = f"matmul peak {peaks}, read bandwidth {size['bandwidth'] / 1e9:.1f} GB/s"
+    show(rows, f"{args.model or 'tiny random model'}, {args.threads} threads, {used}, {machine}")
     for message in failed:
         print(f"not compared: {message}", file=sys.stderr)
     if args.json:
