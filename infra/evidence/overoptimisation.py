@@ -3,8 +3,8 @@
 Gold is a fixed function of an answer. The proxy that is optimised, and the judge that the guards ask, are two
 linear models of words fitted to noisy preferences by gold between answers of the base model: on other answers
 each, the proxy on counts of words, the judge on which words there are. Nobody trains or stops on gold: it is
-scored with weight 0, so that it stands in the metrics. Each seed runs twice, with the guards off and with
-their defaults; gold rises, peaks and falls as √KL grows [2210.10760].
+scored with weight 0, so that it stands in the metrics. Each seed runs with the guards off, and with their
+defaults for each KL target of TARGETS; gold rises, peaks and falls as √KL grows [2210.10760].
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ from training.generate import BuiltinGenerator
 from training.models import load_causal
 from training.rundir import write_json
 
-STEPS, PAIRS, WRONG, SMOOTH = 40, 300, 0.15, 3
+STEPS, PAIRS, WRONG, SMOOTH = 160, 300, 0.15, 5
 STATED = 0.20
-"""Share of gold's gain that may be lost when the guards stop a run; stated before the first run."""
+"""Share of gold's gain that a run may lose after its peak before the guards stop it; stated before the first
+run."""
+TARGETS = (0.1, 1.0, 3.0)
+"""kl.target, nats an answer: the default, and looser ones. The KL guard acts at five times it."""
 
 
 def base_answers(model: Path, prompts: Sequence[Prompt], group: int, seed: int) -> list[list[str]]:
@@ -81,16 +84,16 @@ class Judge:
         return torch.tensor(values).view(1, -1, 1)
 
 
-def parameters(guarded: bool) -> dict[str, Any]:
-    """optimize's section: the guards' defaults, or none of them."""
+def parameters(target: float | None) -> dict[str, Any]:
+    """optimize's section: the guards' defaults with a KL target, or without guards."""
     function = {"kind": "function", "path": "infra.evidence.scores:Score"}
     off = [name for name, field in GuardParams.model_fields.items() if field.default is not None
            and type(None) in getattr(field.annotation, "__args__", ())]  # fmt: skip
     return {
         "algorithm": "rloo", "steps": STEPS, "prompts": 8, "group": 6, "max_new_tokens": world.NEW_TOKENS,
-        "lr": 2e-3, "warmup": 0.0, "min_lr_share": 1.0, "beta": 0.01, "kl": {"target": 3.0}, "held_out": 0,
+        "lr": 4e-4, "warmup": 0.0, "min_lr_share": 1.0, "beta": 0.01, "kl": {"target": target or 1.0}, "held_out": 0,
         "lora": None, "precision": "fp32", "checkpoint_every": 2, "token_budget": 8192,
-        "engine": {"backend": "torch"}, "guards": {} if guarded else dict.fromkeys(off),
+        "engine": {"backend": "torch"}, "guards": {} if target else dict.fromkeys(off),
         "rewards": {
             "scorers": [{**function, "name": "proxy"}, {**function, "name": "gold", "dimension": "gold",
                          "path": "infra.evidence.scores:gold_of"}],
@@ -105,14 +108,14 @@ def gold_now(setting: rl.Setting) -> float:
     return float(found.scored.score[:, found.scored.dimensions.index("gold")].mean())
 
 
-def play(seed: int, guarded: bool, work: Path) -> dict[str, Any]:
+def play(seed: int, target: float | None, work: Path) -> dict[str, Any]:
     """One run: metrics of each step, why it ended, gold of the weights that would be published."""
     began = time.process_time()
     model, folder = world.base(work / f"base-{seed % 2 + 4}", seed % 2 + 4), work / "over"
     texts = base_answers(model, world.prompts(seed, {}), 12, seed)
     proxy = fit(texts[::2], seed, presence=False)
     judge = fit(texts[1::2], seed + 1, presence=True)
-    setting = world.open_run(folder, model, parameters(guarded), seed, {"weights": proxy})
+    setting = world.open_run(folder, model, parameters(target), seed, {"weights": proxy})
     setting.judge = Judge(judge)  # type: ignore[assignment]
     reason = None
     _, state = rl.begin(setting)
@@ -141,41 +144,63 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(values))]
 
 
-def verdict(seed: int, off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
-    """Where gold peaked, what was lost without guards, and with them."""
+def verdict(off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
+    """What gold could gain and lost without guards; what it gained, and lost after its peak, with them."""
     curve, guarded = (smooth([row["gold"] for row in run["steps"]]) for run in (off, on))
     start, peak = curve[0], max([*curve, *guarded])
-    gain = peak - start
+    gain, end = peak - start, len(on["steps"]) - 1
+    top = max(guarded)
     return {
-        "seed": seed, "start": start, "peak": peak, "peak_step": curve.index(max(curve)) + 1,
-        "end_without": curve[-1], "lost_without": (peak - curve[-1]) / gain,
-        "stop_step": len(on["steps"]), "stopped": on["reason"] is not None, "reason": on["reason"],
+        "start": start, "peak": peak, "peak_step": curve.index(max(curve)) + 1,
+        "lost_without": (max(curve) - curve[-1]) / gain, "stop_step": end + 1,
+        "guard": on["reason"].partition(":")[0] if on["reason"] else None,
         "root_kl_at_stop": math.sqrt(max(on["steps"][-1]["kl"], 0.0)),
-        "lost_at_stop": (peak - guarded[-1]) / gain,
+        "gained": (top - start) / gain, "lost_at_stop": (top - guarded[-1]) / gain,
         "published": on["gold_published"], "before": on["gold_before"],
     }  # fmt: skip
 
 
-def plot(runs: Sequence[tuple[int, dict[str, Any], dict[str, Any]]], file: Path) -> None:
-    """Proxy and gold against √KL, a panel a seed."""
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| seed | kl.target | gold: start, peak | lost without guards | guard that stopped, step | √KL "
+        "| gained of the possible gain | lost after its peak |",
+        "|--:|--:|---|--:|---|--:|--:|--:|",
+    ]
+    for run in runs:
+        for target, on in run["on"].items():
+            v = verdict(run["off"], on)
+            stopped = f"{v['guard']}, {v['stop_step']}" if v["guard"] else "none"
+            lines.append(
+                f"| {run['seed']} | {target} | {v['start']:.2f}, {v['peak']:.2f} | {v['lost_without']:.1f} x the gain "
+                f"| {stopped} | {v['root_kl_at_stop']:.1f} | {v['gained']:.0%} | {v['lost_at_stop']:.0%} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
+    """Proxy and gold against √KL without guards, a column a seed, and where the guards stopped."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(runs), figsize=(4 * len(runs), 3.4), squeeze=False)
-    for panel, (seed, off, on) in zip(panels[0], runs, strict=True):
-        for run in (off, on):
-            steps, marked = run["steps"], run is on
-            x = [math.sqrt(max(row["kl"], 0.0)) for row in steps]
-            for name, colour in (("proxy", "tab:blue"), ("gold", "tab:orange")):
-                y = smooth([row[name] for row in steps])
-                label = None if marked else f"{name}, guards off"
-                panel.plot(x, y, color=colour, alpha=1.0 if marked else 0.35, label=label, lw=1.2)
-                if marked:
-                    panel.plot(x[-1], y[-1], "o", color=colour, label=f"{name}, guards' stop")
-        panel.set(title=f"seed {seed}", xlabel="√KL to the reference")
-    panels[0][0].set_ylabel("score")
+    figure, panels = pyplot.subplots(2, len(runs), figsize=(3.2 * len(runs), 5), squeeze=False, sharex="col")
+    for column, run in enumerate(runs):
+        for row, name in enumerate(("proxy", "gold")):
+            panel = panels[row][column]
+            for label, part in {"guards off": run["off"], **run["on"]}.items():
+                x = [math.sqrt(max(step["kl"], 0.0)) for step in part["steps"]]
+                y = smooth([step[name] for step in part["steps"]])
+                if part is run["off"]:
+                    panel.plot(x, y, color="grey", lw=1.2, label=label)
+                else:
+                    panel.plot(x[-1], y[-1], "o", label=f"stop, target {label}")
+        low, high = verdict(run["off"], run["off"])["start"], verdict(run["off"], run["off"])["peak"]
+        panels[0][column].set_title(f"seed {run['seed']}")
+        panels[1][column].set(xlabel="√KL to the reference", ylim=(low - 1.5, high + 0.2))
+    for name, row in zip(("proxy", "gold"), panels, strict=True):
+        row[0].set_ylabel(name)
     panels[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(file, dpi=80, metadata={"Software": None})
@@ -195,24 +220,25 @@ def main() -> int:
     connect()
     runs, digest = [], code_digest()
     for seed in args.seeds:
-        pair = []
-        for guarded in (False, True):
-            file = args.work / "over-runs" / f"{seed}-{guarded}-{digest}.json"
+        found: dict[float | None, dict[str, Any]] = {}
+        for target in (None, *TARGETS):
+            file = args.work / "over-runs" / f"{seed}-{target}-{digest}.json"
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(file, play(seed, guarded, args.work))
-            pair.append(json.loads(file.read_text(encoding="utf-8")))
-        runs.append((seed, *pair))
-        print(json.dumps(verdict(*runs[-1]), ensure_ascii=False), flush=True)
+                write_json(file, play(seed, target, args.work))
+            found[target] = json.loads(file.read_text(encoding="utf-8"))
+        runs.append({"seed": seed, "off": found[None], "on": {f"{t:g}": found[t] for t in TARGETS}})
+        print(f"seed {seed} done", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    verdicts = [verdict(*run) for run in runs]
-    write_json(
-        args.out / "overoptimisation.json",
-        {
-            "commit": commit(), "stated": STATED, "verdicts": verdicts,
-            "runs": [{"seed": seed, "off": off, "on": on} for seed, off, on in runs],
-        },
-    )  # fmt: skip
+    print(table(runs))
+    (args.out / "overoptimisation.md").write_text(table(runs), encoding="utf-8")
+    verdicts = [
+        {"seed": run["seed"], "target": target, **verdict(run["off"], on)}
+        for run in runs
+        for target, on in run["on"].items()
+    ]
+    written = {"commit": commit(), "stated": STATED, "verdicts": verdicts}
+    write_json(args.out / "overoptimisation.json", written)
     plot(runs, args.out / "overoptimisation.png")
     return 0
 
