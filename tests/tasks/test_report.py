@@ -74,6 +74,7 @@ def test_a_run_that_ended_early_is_reported_too(tmp_path: Path) -> None:
 
 def test_the_headline_says_what_came_out_and_what_to_try(tmp_path: Path) -> None:
     outputs(tmp_path)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
     assert headline(tmp_path) == ["Promoted: all gates passed"]
     assert "<strong>Promoted: all gates passed</strong>" in build(tmp_path).read_text(encoding="utf-8")
     weak = {**GOOD["evaluate"], "win_rate": 0.45, "interval": [0.36, 0.54]}
