@@ -13,6 +13,7 @@ from typing import Literal
 from data.config import DataParams
 from data.errors import ConfigurationError, DataError
 from data.hub import reachable
+from data.readers import SUFFIXES
 from flows.finding import Finding, State
 from tasks.params import Params
 
@@ -85,7 +86,8 @@ def _model(project: Path, what: str, source: str) -> Finding:
 def _may_be_hub_id(project: Path, name: str) -> bool:
     """owner/name, where no folder of the project is called owner."""
     owner, slash, rest = name.partition("/")
-    return bool(owner and slash and rest) and not Path(name).suffix and not (project / owner).is_dir()
+    named = bool(owner and slash and rest) and not name.removesuffix(".gz").endswith(SUFFIXES)
+    return named and not (project / owner).is_dir()
 
 
 def _cached(folder: str) -> bool:

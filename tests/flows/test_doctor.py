@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from data.config import DataParams
 from flows import doctor
 from flows.finding import Finding
+from flows.inputs import files
 from tests.conftest import ROOT
 
 
@@ -85,3 +87,22 @@ def test_another_temperature_than_the_trained_one_is_worth_a_look(project: Path)
     assert found(project)["temperature"].verdict == "look"
     (project / "params.yaml").write_text("optimize: {temperature: 0.7}\nevaluate: {temperature: 0.7}\n")
     assert "temperature" not in found(project)
+
+
+@pytest.mark.parametrize(
+    ("name", "hub"),
+    [
+        ("owner/pairs-3.1-mix", True),
+        ("owner/rows.jsonl.gz", False),
+        ("data/nosuch", False),
+        ("nosuch", False),
+    ],
+)
+def test_what_may_be_a_data_set_of_the_hub(
+    project: Path, name: str, hub: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(project / "cache"))
+    (project / "data").mkdir(exist_ok=True)
+    (seen,) = [one for one in files(project, DataParams(files=(name,))) if one.what == "data.files"]
+    assert (seen.verdict, "as a hub id" in seen.seen) == ("broken", hub)
