@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 _SECONDS = 5.0
 
 
-@cache
 def reachable() -> bool:
     """Whether its host takes a connection; False under HF_HUB_OFFLINE=1, True behind a proxy, which has to
     say.
@@ -21,9 +20,13 @@ def reachable() -> bool:
     where = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if where.scheme in urllib.request.getproxies():
         return True
-    port = where.port or {"https": 443}.get(where.scheme, 80)
+    return _answers(where.hostname or "", where.port or {"https": 443}.get(where.scheme, 80))
+
+
+@cache
+def _answers(host: str, port: int) -> bool:
     try:
-        with socket.create_connection((where.hostname or "", port), timeout=_SECONDS):
+        with socket.create_connection((host, port), timeout=_SECONDS):
             return True
     except OSError:
         return False
