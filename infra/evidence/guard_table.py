@@ -38,11 +38,13 @@ from infra.evidence.scores import CLEAN as REWARDS
 from training import rl
 from training.config import GuardParams
 from training.engine import connect
-from training.guards import GUARDS
+from training.guards import GUARDS, Watch, kl
 from training.rundir import write_json
 from training.stats import wilson
 
 STEPS, PROMPTS, GROUP = 20, 6, 8
+TARGET, OTHERS = 3.0, (0.1, 0.3, 1.0)
+"""kl.target of the runs, as in the shipped profile; the first of the others is the default."""
 SPLITS: dict[str, dict[str, Any]] = {
     "development": {
         "seed": 1000, "bases": (0, 1), "rewards": ("nature", "small", "opening"),
@@ -134,7 +136,7 @@ def parameters(case: Case) -> dict[str, Any]:
     return {
         "algorithm": case.algorithm, "steps": STEPS, "prompts": PROMPTS, "group": GROUP,
         "max_new_tokens": world.NEW_TOKENS, "lr": case.lr, "warmup": 0.0, "min_lr_share": 0.5, "beta": 0.05,
-        "kl": {"target": 3.0}, "held_out": 0, "lora": None, "precision": "fp32", "checkpoint_every": 1000,
+        "kl": {"target": TARGET}, "held_out": 0, "lora": None, "precision": "fp32", "checkpoint_every": 1000,
         "token_budget": 8192, "engine": {"backend": "torch"},
         "rewards": {"scorers": scorers, "weights": {"quality": 1.0, "loophole": 0.0}},
         "guards": {"actions": dict.fromkeys(GUARDS, "warn")},
@@ -256,6 +258,25 @@ def row_of(fault: str, runs: Sequence[tuple[Case, dict[str, Any]]]) -> dict[str,
     return row
 
 
+def kl_alarms(runs: Sequence[tuple[Case, dict[str, Any]]]) -> dict[str, list[int]]:
+    """kl.target -> clean runs in which the KL guard would have spoken, and all of them. The target steers
+    nothing else in these runs, so that their metrics would have been the same."""
+    clean = [result["history"] for case, result in runs if case.fault == "clean"]
+    found = {}
+    for target in (*OTHERS, TARGET):
+        watch = Watch(GuardParams(), target, error_limit=1.0)
+        seen = sum(any(kl(one[:end], watch) for end in range(1, len(one) + 1)) for one in clean)
+        found[f"{target:g}"] = [seen, len(clean)]
+    return found
+
+
+def targets_table(alarms: dict[str, list[int]]) -> str:
+    """Markdown."""
+    lines = ["| kl.target | clean runs with an alarm of the KL guard |", "|--:|--:|"]
+    lines += [f"| {target} | {percent(list(wilson(*counts))[:3])} |" for target, counts in alarms.items()]
+    return "\n".join(lines) + "\n"
+
+
 def percent(rate: Sequence[float]) -> str:
     """Estimate with its interval."""
     return f"{rate[0]:.0%} [{rate[1]:.0%}, {rate[2]:.0%}]"
@@ -306,15 +327,17 @@ def main() -> int:
     connect()
     runs = results(args.split, args.work)
     rows = [row_of(fault, runs) for fault in ("clean", *FAULTS)]
-    print(table(rows))
+    text = f"{table(rows)}\n{targets_table(kl_alarms(runs))}"
+    print(text)
     if args.split == "held out":
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "guard_table.md").write_text(table(rows), encoding="utf-8")
+        (args.out / "guard_table.md").write_text(text, encoding="utf-8")
         write_json(
             args.out / "guard_table.json",
             {
                 "commit": commit(), "steps": STEPS, "guards": GuardParams().model_dump(mode="json"),
                 "cpu_seconds": round(sum(result["seconds"] for _, result in runs)), "rows": rows,
+                "kl_target": TARGET, "kl_alarms": kl_alarms(runs),
                 "runs": [summary(case, result) for case, result in runs],
             },
         )  # fmt: skip
