@@ -135,7 +135,9 @@ class Worker:
         """Kills the process and what it started; the next call starts another."""
         if self._process is None:
             return
-        # The callable's own children first: once their parent is gone, nobody knows whose they were.
+        # Stopped, it starts nothing more; its children first: once it is gone, nobody knows whose they were.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGSTOP)
         for pid in [*lifeline.descendants(self._process.pid), self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

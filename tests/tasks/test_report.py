@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from tasks.places import stage_folder, write_json
+from tasks.places import read_json, stage_folder, write_json
 from tasks.promote import Evidence, PromoteParams, decide, decision
 from tasks.report import build, headline, summary
 from tests.tasks.test_promote import GOOD
@@ -77,8 +77,9 @@ def test_the_headline_says_what_came_out_and_what_to_try(tmp_path: Path) -> None
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     assert headline(tmp_path) == ["Promoted: all gates passed"]
     assert "<strong>Promoted: all gates passed</strong>" in build(tmp_path).read_text(encoding="utf-8")
-    weak = {**GOOD["evaluate"], "win_rate": 0.45, "interval": [0.36, 0.54]}
-    write_json(stage_folder(tmp_path, "evaluate") / "result.json", weak)
+    result = stage_folder(tmp_path, "evaluate") / "result.json"
+    weak = {**read_json(result), "win_rate": 0.45, "interval": [0.36, 0.54]}
+    write_json(result, weak)
     gates = decide(Evidence(params=PromoteParams(), **{**GOOD, "evaluate": weak}))
     write_json(stage_folder(tmp_path, "promote") / "decision.json", decision(gates, "c", "b", False))
     kept = {"registered": False, "alias": None, "candidate": "c", "reason": "win rate below its bound"}
