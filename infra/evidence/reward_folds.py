@@ -162,10 +162,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("infra/evidence"))
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--most", type=int, help="only the first pairs of the file, to try the program")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     connect()
-    rows = folds(pairs(args.data / "hh_rlhf" / "harmless-base.jsonl"), args.work, args.sides)
+    rows = folds(pairs(args.data / "hh_rlhf" / "harmless-base.jsonl")[: args.most], args.work, args.sides)
     groups = [row["group"] for row in rows]
     shares = {name: clustered_share([row[name] for row in rows], groups) for name in ("length", *args.sides)}
     for name, share in shares.items():
