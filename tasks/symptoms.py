@@ -16,6 +16,8 @@ from training.config import ON_PAIRS
 
 REPRESENTATIVE = 0.2
 """Share of the pairs that must be judged twice before their agreement speaks for all pairs."""
+ENOUGH_STEPS = 12
+"""Steps of SFT from which a loss that does not fall is a cause."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,12 @@ def sft_dropped(facts: Facts) -> Evidence:
 
 
 def sft_loss(facts: Facts) -> Evidence:
-    first, last = ends(facts.series("sft", "loss", 2))
-    seen = f"loss {first:.3f} to {last:.3f}, first and last quarter"
-    return Evidence(1 - last / max(first, 1e-12), "sft/metrics.jsonl", seen)
+    losses = facts.series("sft", "loss", 2)
+    first, last = ends(losses)
+    seen = f"loss {first:.3f} to {last:.3f}, first and last quarter of {len(losses)} steps"
+    # In a few steps the batches differ by more than a model learns; half as much again is no noise.
+    decisive = len(losses) >= ENOUGH_STEPS or last > 1.5 * first
+    return Evidence(1 - last / max(first, 1e-12), "sft/metrics.jsonl", seen, decisive)
 
 
 def sft_stops(facts: Facts) -> Evidence:

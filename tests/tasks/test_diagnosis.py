@@ -11,9 +11,11 @@ import pytest
 
 from tasks import evidence
 from tasks.diagnosis import TREE, Answer, causes, walk
+from tasks.evidence import Facts
 from tasks.outcomes import NEVER, prompts_needed, trend
 from tasks.params import parse, write_overrides
 from tasks.remedies import LADDER, lower_lr, raise_lr
+from tasks.symptoms import sft_loss
 from tests.tasks.constructed import facts, write_run
 from training.config import OptimizeParams
 from training.stats import wilson
@@ -318,6 +320,15 @@ def test_each_remedy_is_a_command_that_the_parameters_accept(tmp_path: Path) -> 
         (tmp_path / "params.yaml").write_text("seed: 0\n")
         assert write_overrides(tmp_path, remedy.settings), question
         assert remedy.command == "plumbline run " + " ".join(f"--set {one}" for one in remedy.settings)
+
+
+@pytest.mark.parametrize(
+    ("losses", "decisive"),
+    [([2.5, 2.4, 2.6, 2.5, 2.6, 2.7], False), ([2.5, 2.9, 3.6, 4.5], True), ([2.5] * 12, True)],
+)
+def test_a_few_noisy_steps_of_sft_are_no_cause(losses: list[float], decisive: bool) -> None:
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    assert sft_loss(Facts(parse({}, "test"), metrics={"sft": rows})).decisive == decisive
 
 
 def test_learning_rates_go_down_the_ladder_and_adapters_by_a_factor() -> None:
