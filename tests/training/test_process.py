@@ -12,12 +12,11 @@ import torch
 
 from data.errors import ConfigurationError, DataError, Stopped
 from data.records import Prompt, StepLabels, digest, to_line
-from tests.training.tiny import byte_tokenizer, prompt, save_encoder, save_policy, workdir
+from tests.training.tiny import byte_tokenizer, prompt, run_program, save_encoder, save_policy, workdir
 from training import process
 from training.config import GateParams, ProcessParams, ScorerParams
 from training.experience import build_scorers
 from training.process import Verdict, decide, encode, labels_of, length_baseline, majority_baseline
-from training.rundir import RunDir, seed_everything
 from training.score import Member, ScoreModel, load_backbone, load_score_tokenizer
 from training.scorers import Answered
 from training.steps import encode_steps, score_steps, split_steps, step_ends
@@ -61,19 +60,7 @@ def prepare(folder: Path, **changes: Any) -> Path:
 
 
 def run(path: Path, stop_at: int | None = None) -> dict[str, Any]:
-    opened = RunDir.open(path, 0)
-    seed_everything(opened.seed)
-    if stop_at is not None:
-        metrics = opened.metrics
-
-        def hooked(step: int, values: Any) -> None:
-            metrics(step, values)
-            opened.stop_requested = step >= stop_at - 1  # seen by the next step
-
-        opened.metrics = hooked  # type: ignore[method-assign]
-    process.main(opened)
-    result: dict[str, Any] = json.loads((path / "result.json").read_text())
-    return result
+    return run_program(process.main, path, stop_at)
 
 
 def build(folder: Path, members: int = 1, length: int = 96, split: str = "paragraph") -> ScoreModel:

@@ -11,11 +11,10 @@ import torch
 
 from data.errors import ConfigurationError, DataError, InfrastructureError, Stopped
 from data.records import Preference, read_records, to_line
-from tests.training.tiny import llama, prompt, save_encoder, save_policy, workdir, write_pairs
+from tests.training.tiny import llama, prompt, run_program, save_encoder, save_policy, workdir, write_pairs
 from training import reward
 from training.config import GateParams, RewardParams
 from training.reward import decide, encode_pairs, freeze, head_weights, length_baseline, micro_batches
-from training.rundir import RunDir, seed_everything
 from training.score import ScoreModel, load_backbone, load_score_tokenizer
 
 PARAMS: dict[str, Any] = {
@@ -37,19 +36,7 @@ def prepare(folder: Path, kind: str = "encoder", **changes: Any) -> Path:
 
 
 def run(path: Path, stop_at: int | None = None) -> dict[str, Any]:
-    opened = RunDir.open(path, 0)
-    seed_everything(opened.seed)
-    if stop_at is not None:
-        metrics = opened.metrics
-
-        def hooked(step: int, values: Any) -> None:
-            metrics(step, values)
-            opened.stop_requested = step >= stop_at - 1  # seen by the next step
-
-        opened.metrics = hooked  # type: ignore[method-assign]
-    reward.main(opened)
-    result: dict[str, Any] = json.loads((path / "result.json").read_text())
-    return result
+    return run_program(reward.main, path, stop_at)
 
 
 def pair(chosen: str, rejected: str, dimension: str | None = None, weight: float = 1.0) -> Preference:

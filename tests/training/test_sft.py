@@ -19,6 +19,7 @@ from tests.training.tiny import (
     byte_tokenizer,
     llama,
     prompt,
+    run_program,
     save_policy,
     workdir,
     write_demonstrations,
@@ -31,7 +32,7 @@ from training.config import EngineParams, SftParams
 from training.engine import Engine
 from training.logprobs import AnswerLogprobs, answer_logprobs
 from training.models import load_causal
-from training.rundir import RunDir, seed_everything
+from training.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMS: dict[str, Any] = {
@@ -51,20 +52,7 @@ def prepare(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def run(path: Path, stop_at: int | None = None) -> dict[str, Any]:
-    """The program in this process; `stop_at`: a stop signal during that step."""
-    opened = RunDir.open(path, 0)
-    seed_everything(opened.seed)
-    if stop_at is not None:
-        metrics = opened.metrics
-
-        def hooked(step: int, values: Any) -> None:
-            metrics(step, values)
-            opened.stop_requested = step >= stop_at - 1  # seen by the next step
-
-        opened.metrics = hooked  # type: ignore[method-assign]
-    sft.main(opened)
-    result: dict[str, Any] = json.loads((path / "result.json").read_text())
-    return result
+    return run_program(sft.main, path, stop_at)
 
 
 def test_it_learns_and_says_what_it_did(tmp_path: Path) -> None:

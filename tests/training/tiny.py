@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from data.records import Demonstration, Message, Preference, digest, to_line
+from training.rundir import RunDir, seed_everything
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -148,3 +150,20 @@ def workdir(path: Path, program: str, params: dict[str, Any], inputs: dict[str, 
     }
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
+
+
+def run_program(main: Callable[[RunDir], None], path: Path, stop_at: int | None = None) -> dict[str, Any]:
+    """A training program in this process, and its result; `stop_at`: a stop signal during that step."""
+    opened = RunDir.open(path, 0)
+    seed_everything(opened.seed)
+    if stop_at is not None:
+        metrics = opened.metrics
+
+        def hooked(step: int, values: Any) -> None:
+            metrics(step, values)
+            opened.stop_requested = step >= stop_at - 1  # seen by the next step
+
+        opened.metrics = hooked  # type: ignore[method-assign]
+    main(opened)
+    result: dict[str, Any] = json.loads((path / "result.json").read_text())
+    return result
