@@ -1,7 +1,8 @@
 """Outputs appear complete or not at all, and cost no second copy of a model on disk.
 
-A stage works in `.plumbline/work/STAGE/FINGERPRINT`. What is done is hard-linked (copied where the file
-system can not link) into a folder beside the DVC output, which then takes the output's name in one rename.
+A stage works below the project's home, in a folder of its name and fingerprint. What is done is hard-linked
+(copied where the file system can not link) into a folder beside the DVC output, which then takes the
+output's name in one rename.
 The work is kept until `dvc.lock` names exactly these files, so that a kill between publishing and DVC's
 commit costs nothing.
 """
