@@ -128,11 +128,11 @@ def server(
     try:
         with place.lock():
             found = place.running()
-            if found is not None and not healthy(found, 20):
-                end(found.pid)
+            if found is not None and not _healthy(found, 20):
+                _end(found.pid)
                 found = None
             if found is None:
-                found = start(project, place)
+                found = _start(project, place)
         with Guard(project, found, say or tell, lost or tell):
             yield found
     finally:
@@ -140,10 +140,10 @@ def server(
         with place.lock():
             present = place.running()
             if present is not None and not place.clients():
-                end(present.pid)
+                _end(present.pid)
 
 
-def start(project: Path, place: Place) -> Server:
+def _start(project: Path, place: Place) -> Server:
     """Start a server and wait until it answers; the caller holds the lock.
 
     Raises InfrastructureError with the last words of its log when it does not.
@@ -157,10 +157,10 @@ def start(project: Path, place: Place) -> Server:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = place.running()
-        if found is not None and found.pid == process.pid and healthy(found, 2):
+        if found is not None and found.pid == process.pid and _healthy(found, 2):
             return found
         time.sleep(0.2)
-    end(process.pid)
+    _end(process.pid)
     words = place.log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
     raise InfrastructureError(
         f"the {place.kind} server did not start within {_START_SECONDS:.0f} s (log {place.log}); its "
@@ -175,7 +175,7 @@ def _plain_environment() -> dict[str, str]:
     return {**known, **OFFLINE}
 
 
-def healthy(found: Server, seconds: float) -> bool:
+def _healthy(found: Server, seconds: float) -> bool:
     """Whether the server answers within some seconds; a loaded machine may need several tries."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + seconds
@@ -189,7 +189,7 @@ def healthy(found: Server, seconds: float) -> bool:
             time.sleep(0.2)
 
 
-def end(pid: int) -> None:
+def _end(pid: int) -> None:
     """SIGTERM, and SIGKILL after a while, to a server and all below it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -210,7 +210,7 @@ def end_unused(project: Path) -> list[str]:
         with place.lock():
             found = place.running()
             if found is not None and not place.clients():
-                end(found.pid)
+                _end(found.pid)
                 done.append(f"{kind} server (pid {found.pid}): nobody needed it, ended")
     return done
 
@@ -271,7 +271,7 @@ class Guard:
         present = place.running()
         if present is None or present.port != self.found.port:
             return False
-        return not ask or healthy(present, _PATIENCE_SECONDS)
+        return not ask or _healthy(present, _PATIENCE_SECONDS)
 
     def _revive(self, place: Place) -> None:
         present = place.running()
@@ -279,8 +279,8 @@ class Guard:
             return  # nobody needs it any more, or another command was quicker
         if present is None or present.port == self.found.port:
             if present is not None:
-                end(present.pid)
+                _end(present.pid)
             self.say(f"the {place.kind} server was killed; starting it again on port {self.found.port}")
-            present = start(self.project, place)
+            present = _start(self.project, place)
         if present.port != self.found.port:
             raise InfrastructureError(f"another program has taken its port {self.found.port}")
