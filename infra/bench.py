@@ -8,7 +8,8 @@ adapters, float32 weights, no gradient checkpointing, on either side. The first 
 not counted, unless it is the only one. Loading, and fetching rows, are outside the timing.
 
 Ours are the programs' own step functions (training.sft.train_step, training.reward.train_step,
-training.preference.train_step, training.rl.step_once), with the shipped token budgets.
+training.preference.train_step, training.rl.step_once), with the shipped token budgets, in
+the environment that training.launch gives them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from training.launch import HUGE_PAGES
 
 # torch and the like are imported where they are used: the parent of the measured processes stays small, as a
 # child's peak memory can't be read below what its parent had.
@@ -547,7 +550,8 @@ class Side:
         with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "infra.bench", "--serve", json.dumps(spec)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=environment(spec["side"]),
             )  # fmt: skip
         self.read()
 
@@ -574,9 +578,11 @@ class Side:
         self.process.wait()
 
 
-def environment() -> dict[str, str]:
-    """CPU only, and no network."""
+def environment(side: str = "") -> dict[str, str]:
+    """CPU only, and no network; ours find huge pages as the launcher's programs do. Exported in the shell,
+    HUGE_PAGES's variables reach both sides."""
     return {
+        **(HUGE_PAGES if side == "ours" else {}),
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1",
     }  # fmt: skip

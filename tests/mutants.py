@@ -39,7 +39,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training.kl": ("tests/training/test_kl.py",),
     "training.rewards": ("tests/training/test_rewards.py",),
     "training.logprobs": tuple(
-        f"tests/training/test_logprobs{part}.py" for part in ("", "_edges", "_frozen")
+        f"tests/training/test_logprobs{part}.py" for part in ("", "_edges", "_frozen", "_learned")
     ),
 }
 CPU_LIMIT_S = 60  # of a mutant that runs in circles; CPU time, so that a paused machine kills none

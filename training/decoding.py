@@ -70,6 +70,9 @@ class PackedHead:
             yield
         finally:
             del linear.forward
+            if weight.requires_grad:
+                # It learns: packed anew next time, and the training pass has the memory.
+                self._known = self._weight = None
 
     def _multiply(self, hidden: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):

@@ -28,9 +28,12 @@ from torch._C._distributed_c10d import HashStore
 
 from data.errors import ConfigurationError, DivergenceError
 from training.config import EngineParams
+from training.memory import give_back
 from training.models import device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+NORM_PIECE = 1 << 17
+"""Numbers that the norm of a gradient takes in at a time: a megabyte in float64."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,9 @@ class Engine:
     def step(self) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
         divergence."""
+        if device().type == "cpu":
+            # What the backward pass has freed lies between gradients: the optimizer's own needs come on top.
+            give_back()
         lr = self.lr()
         optimizer = self._optimizer if self._deepspeed is None else self._deepspeed.optimizer
         for group in optimizer.param_groups:
@@ -309,8 +315,10 @@ def _groups(
 
 def _norm(gradients: Sequence[Tensor]) -> float:
     """Global norm in float64: squares of float32 gradients may overflow where the gradient itself does
-    not."""
-    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients)) if gradients else 0.0
+    not. In pieces that stay in a core's cache: no wide copy of a whole matrix is made."""
+    pieces = (part.double() for g in gradients for part in g.reshape(-1).split(NORM_PIECE))
+    squares = [torch.dot(piece, piece) for piece in pieces]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 
 
 def _clip(gradients: Sequence[Tensor], norm: float, bound: float) -> None:

@@ -23,6 +23,9 @@ from types import FrameType
 from data.errors import EXIT_CODES, ConfigurationError, exit_code
 from training import lifeline
 
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Environment of a process whose tensors shall lie in huge pages, torch's variable and glibc's: a training
+step makes and drops gigabytes, and touching them page by page took a sixth of its time."""
 _stopped = threading.Event()
 """Set once a stop signal came: a worker that it met before its handlers were there has not failed."""
 
@@ -40,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"--processes must be >= 1, is {options.processes}", file=sys.stderr)
         return exit_code(ConfigurationError())
     _forward_stop_signals()
-    _quiet_environment()
+    _environment()
     if options.hostfile:
         return _deepspeed(options.hostfile, options.module, options.workdir)
     return _torchrun(options.processes, options.module, options.workdir)
@@ -63,15 +66,11 @@ def _forward_stop_signals() -> None:
         signal.signal(number, forward)
 
 
-def _quiet_environment() -> None:
-    """Threads are a parameter of the program; without the variable torchrun prints a banner about them."""
-    for name, value in {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "DS_ACCELERATOR": "",
-    }.items():
-        if value:
-            os.environ.setdefault(name, value)
+def _environment() -> None:
+    """What the workers find, unless it is set already. Threads are a parameter of the program; without the
+    variable torchrun prints a banner about them."""
+    for name, value in {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES}.items():
+        os.environ.setdefault(name, value)
 
 
 def _torchrun(processes: int, module: str, workdir: Path) -> int:

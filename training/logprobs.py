@@ -5,9 +5,10 @@ chunks.
     entropy[n, r] = -sum_v p_v log p_v                                           (of the same distribution)
 
 A chunk's logits are made again in the backward pass, so the largest tensor is [chunk, V] in float32, never
-[B, T, V]. The softmax is float32 (float64 for float64 weights) under any autocast. Where the head is frozen
-(adapters), its logits are made once: d logp / d h = (W[target] - sum_v p_v W[v]) / T is known in the forward
-pass and kept instead, [chunk, H].
+[B, T, V]. The softmax is float32 (float64 for float64 weights) under any autocast. The gradient of a plain
+linear head is written out, d logp / d logits = (onehot(target) - p) / T, in place and added up in one matrix
+for all chunks. Where that head is frozen (adapters), its logits are made once:
+d logp / d h = (W[target] - sum_v p_v W[v]) / T is known in the forward pass and kept instead, [chunk, H].
 """
 
 from __future__ import annotations
@@ -42,7 +43,19 @@ class Head:
         plain = type(self._linear) is nn.Linear and self._scale == 1.0 and not self._cap
         if not plain or any(parameter.requires_grad for parameter in self._linear.parameters()):
             return None
-        # ZeRO-3 leaves an empty shell outside the layer's own forward pass.
+        return self._whole
+
+    @property
+    def learned(self) -> Float[Tensor, "V H"] | None:
+        """The weights of a plain linear head without bias that learns, else None."""
+        plain = type(self._linear) is nn.Linear and self._scale == 1.0 and not self._cap
+        if not plain or self._linear.bias is not None or not self._linear.weight.requires_grad:
+            return None
+        return self._whole
+
+    @property
+    def _whole(self) -> Tensor | None:
+        """ZeRO-3 leaves an empty shell outside the layer's own forward pass: None."""
         weight: Tensor = self._linear.weight
         return None if hasattr(weight, "ds_id") else weight
 
@@ -99,6 +112,10 @@ def read_logprobs(
     assert temperature > 0
     read = hidden[batch.source[batch.mask]]
     targets = batch.targets[batch.mask]
+    weight = head.learned
+    if weight is not None and not entropy and torch.is_grad_enabled():
+        logp: Tensor = _LearnedHead.apply(read, weight, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+        return _scatter(logp, batch), None
     parts = [
         _chunk(head, read[at : at + chunk], targets[at : at + chunk], temperature, entropy)
         for at in range(0, len(targets), chunk)
@@ -114,7 +131,7 @@ def _chunk(
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     def compute(hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(_wide(logits.dtype)) / temperature
         total = logits.logsumexp(-1)
         logp = logits.gather(-1, targets[:, None])[:, 0] - total
         if not entropy:
@@ -138,7 +155,7 @@ class _FrozenHead(torch.autograd.Function):
         weight = head.frozen
         assert weight is not None
         raw = head(hidden)
-        logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / temperature
+        logits = raw.to(_wide(raw.dtype)) / temperature
         total = logits.logsumexp(-1, keepdim=True)
         logp = logits.gather(-1, targets[:, None]) - total
         pull = (logits - total).exp_().neg_()
@@ -151,6 +168,53 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (direction,) = ctx.saved_tensors
         return gradient.to(direction.dtype)[:, None] * direction, None, None, None
+
+
+class _LearnedHead(torch.autograd.Function):
+    """logp of all positions under a plain head that learns, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> Tensor:
+        logp = torch.empty(len(targets), dtype=_wide(weight.dtype), device=targets.device)
+        total = torch.empty_like(logp)
+        ctx.computed = weight.dtype
+        for at in range(0, len(targets), chunk):
+            part = slice(at, at + chunk)
+            raw = nn.functional.linear(hidden[part], weight)
+            ctx.computed = raw.dtype
+            logits = raw.to(logp.dtype).div_(temperature)
+            total[part] = logits.logsumexp(-1)
+            logp[part] = logits.gather(-1, targets[part, None])[:, 0] - total[part]
+        ctx.save_for_backward(hidden, weight, targets, total)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logp
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, targets, total = ctx.saved_tensors
+        narrow = weight.to(ctx.computed)
+        pull, summed = torch.empty_like(hidden), torch.zeros_like(weight)
+        for at in range(0, len(targets), ctx.chunk):
+            part = slice(at, at + ctx.chunk)
+            known = hidden[part].to(ctx.computed)
+            logits = nn.functional.linear(known, narrow).to(total.dtype).div_(ctx.temperature)
+            scale = gradient[part, None] / ctx.temperature
+            wanted = logits.sub_(total[part, None]).exp_().mul_(-scale)
+            wanted = wanted.scatter_add_(-1, targets[part, None], scale).to(ctx.computed)
+            pull[part] = wanted @ narrow
+            if summed.dtype == wanted.dtype:
+                summed.addmm_(wanted.T, known)
+            else:
+                summed += wanted.T @ known
+        return pull, summed, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Where a softmax is taken: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _scatter(values: Float[Tensor, " K"], batch: Batch) -> Float[Tensor, "N R"]:

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from data.errors import ConfigurationError, DivergenceError, InfrastructureError
 from training import quantised
 from training.config import LoraParams, Precision
+from training.memory import Shelf
 
 ATTENTION = r".*\.(q_proj|k_proj|v_proj|o_proj|out_proj|c_attn|qkv_proj|query_key_value)"
 SAME_WEIGHTS_KL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -159,9 +160,12 @@ class Reference:
     with ref as frozen: ref_logp, _ = answer_logprobs(frozen, batch)      (no gradient inside)
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, folder: Path | None = None) -> None:
         self._model = model
         self._copy = None if is_lora(model) else copy.deepcopy(model).requires_grad_(False).eval()
+        self._shelf: Shelf | None = None
+        if self._copy is not None and folder is not None and device().type == "cpu":
+            self._shelf = Shelf(self._copy, folder)
         self._open: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Any:
@@ -178,11 +182,14 @@ class Reference:
     ) -> None:
         for context in reversed(self._open):
             context.__exit__(kind, error, trace)
+        if self._shelf is not None:
+            self._shelf.release()
 
 
-def reference(model: Any) -> Reference:
-    """Call it before the first update; see `Reference`."""
-    return Reference(model)
+def reference(model: Any, folder: Path | None = None) -> Reference:
+    """Call it before the first update; see `Reference`. On a CPU the copy lies in a file below `folder`, so
+    that it takes memory only while it is asked."""
+    return Reference(model, folder)
 
 
 def merged_items(model: Any, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:

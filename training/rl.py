@@ -369,7 +369,7 @@ def set_up(run: RunDir) -> Setting:
     preflight.tokens(tok, prompts)
     connect()
     model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
-    frozen = reference(model)
+    frozen = reference(model, run.path)
     module = ActorCritic(model) if params.algorithm == "ppo" else AnswerLogprobs(model)
     total = params.steps * params.ppo.updates * params.ppo.minibatches
     engine = Engine(

@@ -94,6 +94,7 @@ def test_a_temperature_of_zero_is_no_distribution() -> None:
 
 def test_each_chunk_is_made_again_in_the_backward_pass_and_only_there() -> None:
     model = gpt2()
+    model.config.final_logit_softcapping = 5.0  # a plain head goes another way
     calls: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, out: calls.append(len(out)))
     logp = answer_logprobs(model, batch(), chunk=4)[0]  # 9 answer tokens: 4 + 4 + 1
@@ -106,8 +107,10 @@ def test_each_chunk_is_made_again_in_the_backward_pass_and_only_there() -> None:
     assert calls == [4, 4, 1]
 
 
-def test_a_head_over_a_frozen_backbone_learns() -> None:
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_a_head_over_a_frozen_backbone_learns(cap: float | None) -> None:
     model = llama(tied=False)
+    model.config.final_logit_softcapping = cap
     model.model.requires_grad_(False)
     logp_of(model).sum().backward()
     gradient = model.lm_head.weight.grad
@@ -122,3 +125,7 @@ def test_a_head_whose_weights_are_elsewhere_is_not_read() -> None:
     assert head.frozen is model.lm_head.weight
     model.lm_head.weight.ds_id = 7
     assert head.frozen is None
+    model.lm_head.requires_grad_(True)
+    assert head.learned is None
+    del model.lm_head.weight.ds_id
+    assert head.learned is model.lm_head.weight
