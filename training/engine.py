@@ -316,7 +316,7 @@ def _groups(
 def _norm(gradients: Sequence[Tensor]) -> float:
     """Global norm in float64: squares of float32 gradients may overflow where the gradient itself does
     not. In pieces that stay in a core's cache: no wide copy of a whole matrix is made."""
-    pieces = (part.double() for g in gradients for part in g.reshape(-1).split(NORM_PIECE))
+    pieces = (part.double() for g in gradients for part in torch.split(g.reshape(-1), NORM_PIECE))
     squares = [torch.dot(piece, piece) for piece in pieces]
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 

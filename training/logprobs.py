@@ -192,7 +192,7 @@ class _LearnedHead(torch.autograd.Function):
         return logp
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, total = ctx.saved_tensors
         narrow = weight.to(ctx.computed)

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.errors import ConfigurationError
 from tests.training.tiny import gpt2, llama
-from training import losses
+from training import engine as engine_module
+from training import launch, losses
 from training.batches import Tree, collate, deal, plan
 from training.config import EngineParams, LoraParams
-from training.engine import Engine
+from training.engine import NORM_PIECE, Engine
 from training.generate import BuiltinGenerator
 from training.logprobs import AnswerLogprobs
 from training.models import add_lora, autocast
@@ -343,3 +345,36 @@ def test_what_lies_in_cpu_memory_changes_no_step(zero: int) -> None:
     engine, _ = build({"zero": zero, "offload": True})
     for left, right in zip(expected, train(engine, range(3)), strict=True):
         assert left == pytest.approx(right, rel=1e-4)
+
+
+class Widest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float64:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_the_norm_of_a_gradient_needs_no_wide_copy_of_it() -> None:
+    gradients = [torch.full((3, 2 * NORM_PIECE), 1e30), torch.ones(2, 3).T, torch.zeros(0)]
+    with Widest() as seen:
+        norm = engine_module._norm(gradients)
+    assert norm == pytest.approx(1e30 * math.sqrt(6 * NORM_PIECE), rel=1e-7), (
+        "in float32 it would be infinite"
+    )
+    assert seen.numel <= NORM_PIECE
+    assert engine_module._norm([torch.ones(2, 3).T]) == pytest.approx(math.sqrt(6), abs=1e-15)
+    assert engine_module._norm([]) == 0.0
+    for bad in (math.nan, math.inf):
+        assert not math.isfinite(engine_module._norm([torch.ones(4), torch.tensor([1.0, bad])]))
+
+
+def test_workers_find_huge_pages_and_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
+    launch._environment()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=1"
