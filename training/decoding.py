@@ -9,8 +9,7 @@ answers grow, and one that ends gives its place to the last row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,64 +20,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from training.batches import cannot_share, fill
 from training.logprobs import Head
 
-MIN_PACKED = 8192
-"""Rows of an LM head from which packing it pays."""
-PACKED_ROWS = 64
-"""Answers that the packed layout is made for; it works for any number."""
 MIN_PREFIX = 8
 """Tokens that prompts must open with alike before these are computed apart."""
 PREFILL_TOKENS = 768
 """Prompt tokens computed together: enough rows for a matrix product, little padding."""
-
-
-class PackedHead:
-    """The LM head in the layout that a CPU multiplies best while few rows are decoded.
-
-    It is the one matrix that fits in no cache: packed, 57 GFLOP/s were measured where the ordinary layout
-    gave 31 (64 rows, one thread, 49152 x 576). Small heads, other devices and types are left alone.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[int, int] | None = None
-        self._weight: Tensor | None = None
-
-    @contextmanager
-    def in_place(self, model: Any) -> Iterator[None]:
-        """The model's head computes with the packed weights for as long as this lasts."""
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        linear = inner.get_output_embeddings()
-        weight: Tensor = linear.weight
-        usable = (
-            type(linear) is nn.Linear
-            and weight.device.type == "cpu"
-            and weight.dtype == torch.float32
-            and weight.shape[0] >= MIN_PACKED
-            and getattr(linear, "bias", None) is None
-            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        )
-        if not usable:
-            yield
-            return
-        # The version counts changes in place: a head that learns is packed again after each step.
-        known = (weight.data_ptr(), weight._version)
-        if known != self._known:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
-            self._known = known
-        linear.forward = self._multiply
-        try:
-            yield
-        finally:
-            del linear.forward
-            if weight.requires_grad:
-                # It learns: packed anew next time, and the training pass has the memory.
-                self._known = self._weight = None
-
-    def _multiply(self, hidden: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            hidden = hidden.float()
-        logits: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, None, "none", [], "")
-        return logits
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]

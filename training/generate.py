@@ -23,9 +23,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from training.decoding import DecodingState, PackedHead
+from training.decoding import DecodingState
 from training.logprobs import backbone_and_head
 from training.models import is_lora
+from training.packed import Packed
 from training.trunk import Trunk, gather_states
 
 MAX_ROWS = 128
@@ -92,7 +93,7 @@ class BuiltinGenerator:
         self._gathered = gathered
         self._max_rows = max_rows
         self.trunk = trunk
-        self._packed = PackedHead()
+        self._packed = Packed()
 
     def update(self, version: int) -> dict[str, float]:
         """Nothing to do: these are the trained weights."""
@@ -123,7 +124,7 @@ class BuiltinGenerator:
             self._gathered(),
             evaluating(self._model),
             merged(self._model),
-            self._packed.in_place(self._model),
+            self._packed.in_place(self._model, min(size, len(prompts)) * group, max_new_tokens),
             self._autocast(),
         ):
             for start in range(0, len(order), size):

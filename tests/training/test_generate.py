@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM
 
 from tests.training.tiny import gpt2, llama
@@ -24,6 +25,7 @@ from training.generate import (
 )
 from training.logprobs import answer_logprobs, backbone_and_head
 from training.models import add_lora
+from training.packed import multiply, pack
 
 STOP = 1
 
@@ -276,14 +278,23 @@ def test_gradient_checkpointing_does_not_switch_the_cache_off() -> None:
     assert model.training
 
 
+def counted_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one at each product with packed weights."""
+    calls: list[int] = []
+
+    def counting(weight: Tensor, bias: Tensor | None) -> Any:
+        forward = multiply(weight, bias)
+        return lambda hidden: calls.append(1) or forward(hidden)
+
+    monkeypatch.setattr("training.packed.multiply", counting)
+    return calls
+
+
 def test_the_packed_head_gives_the_same_answers_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharp(llama(vocab=60)).eval()
     expected = generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
-    monkeypatch.setattr("training.decoding.MIN_PACKED", 1)
-    engine = generator(model)
-    calls: list[int] = []
-    multiply = engine._packed._multiply
-    monkeypatch.setattr(engine._packed, "_multiply", lambda hidden: calls.append(1) or multiply(hidden))
+    monkeypatch.setattr("training.packed.MIN_HEAD", 1)
+    engine, calls = generator(model), counted_products(monkeypatch)
     found = engine.generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
     assert calls and found.answers == expected.answers
     assert "forward" not in vars(model.lm_head)
@@ -295,6 +306,51 @@ def test_the_packed_head_gives_the_same_answers_and_leaves(monkeypatch: pytest.M
         changed.answers == generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0).answers
     )
     assert changed.answers != expected.answers
+
+
+def test_a_frozen_head_is_packed_once_and_one_that_learns_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.packed.MIN_HEAD", 1)
+    packed: list[tuple[int, ...]] = []
+    monkeypatch.setattr("training.packed.pack", lambda weight: packed.append(weight.shape) or pack(weight))
+    model = sharp(llama(vocab=60)).eval()
+    for learns, times in ((True, 2), (False, 1)):
+        model.lm_head.weight.requires_grad_(learns)
+        engine = generator(model)
+        packed.clear()
+        for _ in range(2):
+            engine.generate(prompts(2), 2, max_new_tokens=3, temperature=1.0)
+        assert len(packed) == times
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("lora", [False, True])
+def test_packed_layers_give_the_same_answers_and_leave(
+    make: Any, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharp(make())
+    if lora:
+        model = add_lora(model, LoraParams(rank=2))
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
+    threads = torch.get_num_threads()
+    expected = generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
+    monkeypatch.setattr("training.packed.MIN_TOKENS", 8)
+    monkeypatch.setattr("training.packed.MIN_WEIGHTS", 1)
+    calls = counted_products(monkeypatch)
+    try:
+        torch.set_num_threads(2)
+        found = generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
+        used = len(calls)
+        for few, tokens in ((3, 7), (9, 8)):  # short answers; 36 answers at a time
+            generator(model).generate(prompts(4), few, max_new_tokens=tokens, temperature=1.0)
+        torch.set_num_threads(1)
+        generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(calls) == used and bool(used) == (make is llama), "gpt2 has no nn.Linear but its head"
+    assert found.answers == expected.answers
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_the_last_rows_fill_the_gaps() -> None:
