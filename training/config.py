@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["auto", "bf16", "fp32"]
+Pooling = Literal["all", "answer"]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -206,6 +207,11 @@ class RewardParams(Section):
     min_lr_share: float = Field(0.1, ge=0, le=1, description="where the cosine ends, as a share of lr")
     clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay, matrices only")
+    pooling: Pooling = Field(
+        "all",
+        description="encoders: tokens whose states are averaged, all or the answer's (the prompt is "
+        "read in them); a causal LM's last token is read",
+    )
     margin: float = Field(0.0, ge=0, description="score difference asked for beyond the sign, in score units")
     centring: float = Field(
         0.01, ge=0, description="pairs: weight of (sum of the two scores)^2, keeps scores near 0"

@@ -172,6 +172,7 @@ def main(run: RunDir) -> None:
         "heads": list(params.heads),
         "members": params.members,
         "max_length": params.max_length,
+        "pooling": params.pooling,
     }
     live = ScoreModel(members, tok, settings, params.precision)
     ensemble.train()
@@ -203,7 +204,8 @@ def build_members(source: Path | str, params: RewardParams, seed: int) -> tuple[
             backbone = add_lora(backbone, params.lora)
         if params.engine.gradient_checkpointing:
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
-        members.append(Member(backbone, kind, max(1, len(params.heads)), head_seed(seed, number)))
+        heads = max(1, len(params.heads))
+        members.append(Member(backbone, kind, heads, head_seed(seed, number), params.pooling))
     return members, kind
 
 

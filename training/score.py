@@ -35,7 +35,7 @@ from data.errors import ConfigurationError, DivergenceError
 from data.records import Message
 from training.batches import Batch, Tree, cannot_share, collate, fill
 from training.chat import encode_answer, encode_prompt, load_tokenizer
-from training.config import Precision
+from training.config import Pooling, Precision
 from training.logprobs import hidden_states
 from training.models import autocast, device, is_lora, plain_copy, without_paths
 from training.steps import StepBatch, score_steps
@@ -69,10 +69,12 @@ class Padded:
 class Member(nn.Module):
     """One backbone with its head; forward gives the score of each answer, [N, heads] in float32."""
 
-    def __init__(self, backbone: Any, kind: Kind, heads: int, seed: int) -> None:
+    def __init__(self, backbone: Any, kind: Kind, heads: int, seed: int, pooling: Pooling = "all") -> None:
+        """`pooling`: of which tokens an encoder's states are averaged; a causal LM's last one is read."""
         super().__init__()
         self.backbone = backbone
         self.kind = kind
+        self.pooling = pooling
         width = backbone.config.get_text_config().hidden_size
         generator = torch.Generator().manual_seed(seed)
         self.head = nn.Parameter(torch.randn(heads, width, generator=generator) / math.sqrt(width + 1))
@@ -93,7 +95,8 @@ class Member(nn.Module):
             pooled = hidden[torch.arange(len(hidden)), last_token(batch.mask)]
         else:
             out = inner(input_ids=batch.ids, attention_mask=batch.mask.long(), token_type_ids=batch.types)
-            weight = batch.mask[..., None].float()
+            read = batch.types if self.pooling == "answer" else batch.mask
+            weight = read[..., None].float()
             pooled = (out.last_hidden_state.float() * weight).sum(1) / weight.sum(1)
         with torch.autocast(device().type, enabled=False):
             scores: Tensor = pooled.float() @ self.head.T
@@ -220,7 +223,8 @@ class ScoreModel:
             members = []
             for number in range(settings["members"]):
                 backbone, _ = load_backbone(folder / f"member-{number}")
-                member = Member(backbone, settings["kind"], max(1, len(settings["heads"])), seed=0)
+                heads, pooling = max(1, len(settings["heads"])), settings.get("pooling", "all")
+                member = Member(backbone, settings["kind"], heads, 0, pooling)
                 head = load_file(folder / f"member-{number}" / "head.safetensors")["head"]
                 with torch.no_grad():
                     member.head.copy_(head)

@@ -123,6 +123,28 @@ def test_saved_and_loaded_scores_are_equal(
     assert torch.allclose(loaded.score(ROWS).reshape(4, -1), after.mean(0), atol=1e-6)
 
 
+@pytest.mark.parametrize("pooling", ["all", "answer"])
+def test_an_encoder_averages_the_tokens_that_its_pooling_names(tmp_path: Path, pooling: str) -> None:
+    source = save_encoder(tmp_path / "encoder")
+    backbone, kind = load_backbone(source)
+    tok = load_score_tokenizer(source, kind)
+    settings = {"kind": kind, "heads": [], "members": 1, "max_length": 96, "pooling": pooling}
+    model = ScoreModel([Member(backbone, kind, 1, 3, pooling)], tok, settings, "fp32")  # type: ignore[arg-type]
+    found = model.score(ROWS)
+    for row, (messages, text) in enumerate(ROWS):
+        before, after = encode_row(tok, kind, messages, text, 96)
+        types = torch.tensor([[0] * len(before) + [1] * len(after)])
+        with torch.no_grad():
+            hidden = backbone(torch.tensor([before + after]), token_type_ids=types).last_hidden_state[0]
+        read = hidden if pooling == "all" else hidden[len(before) :]
+        expected = float(read.mean(0) @ model.members[0].head.detach()[0])
+        assert float(found[row]) == pytest.approx(expected, abs=1e-5)
+    model.save(tmp_path / "saved")
+    loaded = ScoreModel.load(tmp_path / "saved")
+    assert torch.allclose(loaded.score(ROWS), found, atol=1e-6)
+    assert loaded.members[0].pooling == pooling
+
+
 def test_a_lost_head_is_an_error(tmp_path: Path) -> None:
     build(tmp_path, "encoder").save(tmp_path / "model")
     (tmp_path / "model" / "member-0" / "head.safetensors").unlink()
