@@ -30,7 +30,7 @@ from tasks.params import Params, load, parse, read_profile
 from tasks.places import home, read_json
 from tasks.publish import check_writable
 from training.config import ON_PAIRS
-from training.models import resolve
+from training.models import cpu_gains_by_bf16, resolve
 
 
 def examine(project: Path, profile: str | None, console: Console) -> int:
@@ -257,15 +257,12 @@ def _shape(project: Path, params: Params) -> Shape | None:
 
 def _precision(params: Params) -> Iterator[Finding]:
     """bf16 without hardware for it works, but slower than float32."""
-    asked = {s.precision for s in (params.sft, params.reward, params.judge, params.optimize)}
     import torch
 
+    asked = {s.precision for s in (params.sft, params.reward, params.judge, params.optimize, params.evaluate)}
     accelerator = torch.accelerator.is_available()
-    flags = Path("/proc/cpuinfo")
-    bf16_cpu = flags.is_file() and any(
-        f in flags.read_text(encoding="utf-8", errors="replace") for f in ("avx512_bf16", "amx_bf16")
-    )
-    slow = "bf16" in asked and not accelerator and not bf16_cpu
-    where = "an accelerator" if accelerator else f"CPU {'with' if bf16_cpu else 'without'} bf16"
+    gains = accelerator or cpu_gains_by_bf16()
+    where = "an accelerator" if accelerator else f"CPU {'with' if gains else 'without'} fast bf16"
+    slow = "bf16" in asked and not gains
     remedy = "precision: auto or fp32 is faster here" if slow else ""
     yield Finding("precision", "look" if slow else "fine", f"{', '.join(sorted(asked))}; {where}", remedy)

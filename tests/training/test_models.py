@@ -133,19 +133,44 @@ def test_frozen_base_is_narrow_and_adapters_are_wide(tmp_path: Path) -> None:
     assert {p.dtype for p in full.parameters()} == {torch.float32}
 
 
-def test_precision_auto_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    for native in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
-        if not torch.accelerator.is_available():
-            assert resolve("auto") == ("bf16" if native else "fp32")
-    assert resolve("bf16") == "bf16"
+@pytest.mark.parametrize(
+    ("amx", "avx512", "vendor", "gains"),
+    [
+        (False, False, "AuthenticAMD", False),
+        (False, True, "AuthenticAMD", True),
+        (False, True, "GenuineIntel", False),
+        (False, True, "", False),
+        (True, True, "GenuineIntel", True),
+    ],
+)
+def test_precision_auto_follows_the_hardware(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512: bool, vendor: str, gains: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(models, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(models, "device", lambda: torch.device("cpu"))
+    assert models.cpu_gains_by_bf16() is gains
+    assert resolve("auto") == ("bf16" if gains else "fp32")
+    assert resolve("bf16") == "bf16" and resolve("fp32") == "fp32"
+
+
+def test_autocast_narrows_for_bf16_alone() -> None:
     with autocast("bf16"):
         assert (
             torch.ones(2, 2) @ torch.ones(2, 2)
         ).dtype == torch.bfloat16 or torch.accelerator.is_available()
     with autocast("fp32"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_the_vendor_is_read_from_the_systems_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n")
+    for name, vendor in (("cpuinfo", "AuthenticAMD"), ("absent", "")):
+        monkeypatch.setattr(models, "CPU_INFO", tmp_path / name)
+        models.cpu_vendor.cache_clear()
+        assert models.cpu_vendor() == vendor
+    models.cpu_vendor.cache_clear()
 
 
 def test_saved_dtype_is_one_of_three() -> None:
