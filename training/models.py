@@ -66,8 +66,8 @@ def resolve(precision: Precision) -> Literal["bf16", "fp32"]:
 def cpu_gains_by_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32.
 
-    AMX is made for it. AVX512-BF16 alone is twice as fast as float32 on AMD's cores (1.9 measured) and slower on
-    Intel's (.64), which leave the work to AMX, and virtual machines often hide that. Without either it is
+    AMX is made for it. AVX512-BF16 alone is twice as fast as float32 on AMD's cores (1.9 measured) and slower
+    on Intel's (.64), which leave the work to AMX, and virtual machines often hide that. Without either it is
     emulated: measured 6 times slower forward and 30 times backward.
     """
     if torch.cpu._is_amx_tile_supported():
