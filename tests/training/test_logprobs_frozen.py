@@ -71,4 +71,5 @@ def test_the_backbone_learns_the_same() -> None:
         logp.sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        # By the whole matrix: a number near 0 is a sum of larger ones, and every CPU rounds them otherwise.
+        assert float((one - other).norm()) <= 1e-5 * float(one.norm())
