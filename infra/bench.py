@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from training.launch import HUGE_PAGES
+from training.launch import ALLOCATOR
 
 # torch and the like are imported where they are used: the parent of the measured processes stays small, as a
 # child's peak memory can't be read below what its parent had.
@@ -579,10 +579,10 @@ class Side:
 
 
 def environment(side: str = "") -> dict[str, str]:
-    """CPU only, and no network; ours find huge pages as the launcher's programs do. Exported in the shell,
-    HUGE_PAGES's variables reach both sides."""
+    """CPU only, and no network; ours have the allocator's settings that the launcher gives its programs.
+    Exported in the shell, they reach both sides."""
     return {
-        **(HUGE_PAGES if side == "ours" else {}),
+        **(ALLOCATOR if side == "ours" else {}),
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1",
     }  # fmt: skip

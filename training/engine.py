@@ -143,8 +143,8 @@ class Engine:
     def step(self) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
         divergence."""
-        if device().type == "cpu":
-            # What the backward pass has freed lies between gradients: the optimizer's own needs come on top.
+        if device().type == "cpu" and self.steps == 0:
+            # What the backward pass has freed lies between gradients: the moments, made now, come on top.
             give_back()
         lr = self.lr()
         optimizer = self._optimizer if self._deepspeed is None else self._deepspeed.optimizer

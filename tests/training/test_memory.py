@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 
 from data.errors import InfrastructureError
 from tests.training.tiny import llama
+from training.launch import ALLOCATOR
 from training.memory import ALIGNMENT, Shelf, give_back
 
 
@@ -76,3 +80,27 @@ def test_freed_memory_between_living_tensors_goes_back() -> None:
     pieces.clear()
     give_back()
     assert before - resident_kb() > 40_000 and len(kept) == 1000, "half of 131 MB is free"
+
+
+CHURN = """
+import resource, torch
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step = lambda: [torch.ones(2**24) for _ in range(4)]
+step()
+before = faults()
+for _ in range(8):
+    step()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+def test_what_a_step_frees_serves_the_next_one() -> None:
+    """The launcher's settings: memory that is freed is not fetched from the system again."""
+    plain = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    seen = [
+        int(subprocess.run([sys.executable, "-c", CHURN], env=env, check=True, capture_output=True).stdout)
+        for env in (plain, {**plain, **ALLOCATOR})
+    ]
+    assert seen[1] < seen[0] / 50, seen
