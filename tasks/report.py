@@ -175,7 +175,7 @@ def _samples(project: Path, at_most: int = 12) -> list[Table]:
     file = stage_folder(project, "evaluate") / "samples.jsonl"
     if not file.is_file():
         return []
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:at_most]]
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:at_most] if line]
     body = [
         [
             _cut(_prompt(row.get("prompt"))),
