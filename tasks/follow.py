@@ -34,7 +34,8 @@ class Tail:
         if end:
             self.offset += end
             self.last = data[:end][-256:]
-        return data[:end].decode("utf-8").splitlines()
+        # Not splitlines(): it also cuts at U+0085 and the like, which JSON strings may hold.
+        return data[:end].decode("utf-8").split("\n")[:-1]
 
 
 class Metrics:

@@ -8,14 +8,13 @@ run that a gate ended early. Plots are inlined; nothing is loaded from a network
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import PlumblineError
 from tasks.diagnosis import causes, walk
-from tasks.evidence import gather
+from tasks.evidence import gather, read_lines
 from tasks.params import FILE, load
 from tasks.places import Json, home, stage_folder, write_text
 from tasks.plots import Plot, draw_all
@@ -175,7 +174,7 @@ def _samples(project: Path, at_most: int = 12) -> list[Table]:
     file = stage_folder(project, "evaluate") / "samples.jsonl"
     if not file.is_file():
         return []
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:at_most] if line]
+    rows = read_lines(file)[:at_most]
     body = [
         [
             _cut(_prompt(row.get("prompt"))),

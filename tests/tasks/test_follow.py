@@ -25,6 +25,13 @@ def test_only_whole_lines_and_each_once(tmp_path: Path) -> None:
     assert rows.read() == []
 
 
+def test_line_separators_in_a_name_end_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "a\u0085b": 0.5}
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert Metrics(file).read() == [(1, {"a\u0085b": 0.5})]
+
+
 def test_a_cut_file_gives_only_what_changed(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rows = Metrics(file)

@@ -38,6 +38,15 @@ def outputs(project: Path) -> None:
     (stage_folder(project, "evaluate") / "samples.jsonl").write_text(json.dumps(sample) + "\n")
 
 
+def test_line_separators_in_an_answer_end_no_row(tmp_path: Path) -> None:
+    outputs(tmp_path)
+    file = stage_folder(tmp_path, "evaluate") / "samples.jsonl"
+    sample = json.loads(file.read_text(encoding="utf-8"))
+    sample["candidate"]["text"] = "one\u0085two\u2028three"
+    file.write_text(json.dumps(sample, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert "three" in build(tmp_path).read_text(encoding="utf-8")
+
+
 def test_a_page_that_needs_no_network_and_runs_no_foreign_text(tmp_path: Path) -> None:
     outputs(tmp_path)
     page = build(tmp_path).read_text(encoding="utf-8")
