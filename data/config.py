@@ -24,6 +24,7 @@ Format = Literal[
 Part = Literal["train", "judge", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "judge", "validation", "test")
 
+Source = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -67,15 +68,15 @@ class HubParams(_Section):
 class DataParams(_Section):
     """All knobs of the validate stage."""
 
-    files: tuple[str, ...] = Field(default=("data/sample/preferences.jsonl",), min_length=1)
+    files: tuple[Source, ...] = Field(default=("data/sample/preferences.jsonl",), min_length=1)
     """Files, folders or hub ids (`owner/name`) with preferences, demonstrations, feedback or prompts."""
     format: Format = "auto"
     """Shape of the rows; `auto` decides for each row by its keys, a name refuses rows of any other shape."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Our name of a column to the file's name of it, e.g. {prompt: Question, answer: Best Answer}."""
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[Source, ...] = ()
     """Further sources whose prompts join the optimisation's prompts (answers in them are not used)."""
-    eval_prompts: tuple[str, ...] = ()
+    eval_prompts: tuple[Source, ...] = ()
     """Sources of the evaluation's prompts; empty: the prompts of the test part."""
     hub: HubParams = HubParams()
     """Which part of a Hugging Face data set."""

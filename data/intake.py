@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from data.agreement import Judgements
 from data.checks import EXCLUSIONS, Record, Refusal
 from data.config import DataParams
 from data.errors import DataError
-from data.readers import Notice, Purpose, read_source
+from data.readers import Notice, Purpose, label_of, read_source
 from data.records import (
     Demonstration,
     Feedback,
@@ -42,6 +42,10 @@ KINDS: dict[str, type[Record]] = {
 }
 _EXAMPLES = 5
 _LINES = 15
+_REPORT_ROWS = 2000
+
+Report = Callable[[int, int, str], None]
+"""Hears how far the work is: step, total (0: unknown), unit."""
 
 
 @dataclass
@@ -130,15 +134,23 @@ class Intake:
     """Odd things in kept rows, by file and message."""
     _seen: set[int] = field(default_factory=set)
 
-    def read(self, params: DataParams, quarantine: Quarantine) -> Iterator[str]:
-        """Read all sources; yields the name of each before it is read."""
+    def read(
+        self,
+        params: DataParams,
+        quarantine: Quarantine,
+        report: Report = lambda step, total, unit: None,
+    ) -> None:
+        """Read all sources; `report` hears of each before it is read, and now and then of the rows."""
+        wanted = sources(params)
         with self.spool.open("w", encoding="utf-8", newline="\n") as spool:
-            for purpose, source in sources(params):
-                yield source
-                before = sum(count.rows for count in self.counts.values())
+            for number, (purpose, source) in enumerate(wanted):
+                report(number, len(wanted), "sources")
+                seen = 0
                 for shape, item in read_source(source, params, purpose):
-                    self._add(shape, item, purpose, spool, quarantine)
-                if sum(count.rows for count in self.counts.values()) == before:
+                    seen += self._add(shape, item, purpose, spool, quarantine)
+                    if seen and seen % _REPORT_ROWS == 0:
+                        report(seen, 0, f"rows of {label_of(Path(source))}")
+                if not seen:
                     raise DataError(
                         f"data.{purpose}: {source} has no rows, and nothing would pass every later check, "
                         "so it stops here: give a file with rows or take it out of the list"
@@ -146,10 +158,11 @@ class Intake:
 
     def _add(
         self, shape: str, item: Record | Refusal | Notice, purpose: Purpose, spool: TextIO, out: Quarantine
-    ) -> None:
+    ) -> bool:
+        """Whether it was a row."""
         if isinstance(item, Notice):
             self.notices.setdefault((item.file, item.message), NoticeCount()).add(item.line)
-            return
+            return False
         file = item.file if isinstance(item, Refusal) else item.source.rpartition(":")[0]
         count = self.counts.setdefault(file, SourceCount())
         count.rows += 1
@@ -157,16 +170,17 @@ class Intake:
             count.formats[shape] += 1
         if isinstance(item, Refusal):
             out.add(item)
-            return
+            return True
         key = int(digest(purpose if purpose == "eval_prompts" else "", item.id), 16)
         if key in self._seen:
             message = f"the same {name_of(item)} was read before; one copy is kept"
             out.add(refusal_of(item, "duplicate", message))
-            return
+            return True
         self._seen.add(key)
         count.kept[name_of(item)] += 1
         self._tally(item, purpose)
         spool.write(f"{purpose}\t{name_of(item)}\t{to_line(item)}")
+        return True
 
     def _tally(self, record: Record, purpose: Purpose) -> None:
         if isinstance(record, Preference):

@@ -7,7 +7,7 @@ is written in every case, so that a refusal of the whole can be read row by row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -29,14 +29,12 @@ from data.emit import (
 )
 from data.errors import DataError
 from data.expectations import Check, check_files
-from data.intake import Intake, Quarantine, SourceCount, sources
+from data.intake import Intake, Quarantine, Report, SourceCount, sources
 from data.readers import label_of, source_digest
 
 QUARANTINE, CARD = "quarantine.jsonl", "card.md"
 OUTPUTS = (*RECORD_FILES, QUARANTINE, CARD)
 """All files that the stage publishes beside result.json."""
-
-Report = Callable[[int, int, str], None]
 
 
 def run(
@@ -56,12 +54,11 @@ def run(
     failure: str | None = "the stage was interrupted"
     try:
         with quarantine.writing(out / QUARANTINE):
-            total = len(sources(params))
-            for number, _ in enumerate(intake.read(params, quarantine)):
-                report(number, total, "sources")
+            intake.read(params, quarantine, report)
             _gate_intake(intake, params, quarantine)
             emitted = Emitter(intake, params, seed, quarantine).write(out)
             _gate_evaluation(intake, emitted, params)
+            total = len(sources(params))
             report(total, total, "sources")
         checks = check_files(out, params)
         _gate_checks(checks)

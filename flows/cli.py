@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -35,12 +36,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 _debug = False
+Given = TypeVar("Given", str, list[str], None)
+
+
+def _not_empty(value: Given) -> Given:
+    """An empty text is a shell variable that is not set: taken for nothing it would run something else."""
+    texts: Sequence[str] = [value] if isinstance(value, str) else value or ()
+    if any(not text.strip() for text in texts):
+        raise typer.BadParameter("it is empty; give a value or leave it out")
+    return value
+
 
 Reason = Annotated[
     str, typer.Option("--reason", help="Why; it is kept with the version.", show_default=False)
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="Registered model; default: registry.name of params.yaml.")
+    str | None,
+    typer.Option(
+        "--name", help="Registered model; default: registry.name of params.yaml.", callback=_not_empty
+    ),
 ]
 
 
@@ -82,14 +96,24 @@ def _console() -> Console:
 @app.command(epilog="Example: plumbline run --data my.jsonl --model ./my-model --set optimize.steps=20")
 def run(
     data: Annotated[
-        list[str] | None, typer.Option("--data", help="File, folder or hub id with records; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--data", help="File, folder or hub id with records; may be repeated.", callback=_not_empty
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Base model: folder, .gguf, gguf:PACKAGE or hub id.")
+        str | None,
+        typer.Option(
+            "--model", help="Base model: folder, .gguf, gguf:PACKAGE or hub id.", callback=_not_empty
+        ),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option("--profile", help="Name in profiles/ or a YAML file, which becomes params.yaml first."),
+        typer.Option(
+            "--profile",
+            help="Name in profiles/ or a YAML file, which becomes params.yaml first.",
+            callback=_not_empty,
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.sub=value, written into params.yaml.")
@@ -121,7 +145,8 @@ def status() -> None:
 
 @app.command(epilog="Example: plumbline report")
 def report() -> None:
-    """The table of the last run, and the HTML page made anew."""
+    """The table of the last run, and the HTML page made anew; ends as the run did: 0 promoted, 3 not
+    promoted, or nothing decided yet."""
     from flows.table import has_run, outcome_code, print_summary
     from tasks.report import build
 
@@ -142,7 +167,12 @@ def lineage(
         typer.Argument(help="MODEL@ALIAS, MODEL@VERSION, a version or a digest."),
     ] = "@champion",
     row: Annotated[
-        str | None, typer.Option("--row", help="Forward instead: which models a record touched (id or text).")
+        str | None,
+        typer.Option(
+            "--row",
+            help="Forward instead: which models a record touched (id or text).",
+            callback=_not_empty,
+        ),
     ] = None,
 ) -> None:
     """The whole chain behind a registered model, down to the input files; with --row from a record
@@ -195,7 +225,8 @@ def rollback(reason: Reason, name: Name = None) -> None:
 )
 def doctor(
     profile: Annotated[
-        str | None, typer.Option("--profile", help="Judge a profile instead of params.yaml.")
+        str | None,
+        typer.Option("--profile", help="Judge a profile instead of params.yaml.", callback=_not_empty),
     ] = None,
     after: Annotated[
         bool, typer.Option("--run", help="Diagnose the last run instead: why it failed or was not promoted.")
@@ -241,7 +272,7 @@ def worker() -> None:
 
 @app.command(epilog="Example: plumbline data my.jsonl")
 def data(
-    files: Annotated[list[str], typer.Argument(help="Files, folders or hub ids.")],
+    files: Annotated[list[str], typer.Argument(help="Files, folders or hub ids.", callback=_not_empty)],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key=value of the data section, such as min_pairs=0.")
     ] = None,
@@ -265,7 +296,8 @@ def validate() -> None:
 @app.command(epilog="Example: plumbline params --set seed=1 --set optimize.steps=60")
 def params(
     profile: Annotated[
-        str | None, typer.Option("--profile", help="Name in profiles/ or a YAML file.")
+        str | None,
+        typer.Option("--profile", help="Name in profiles/ or a YAML file.", callback=_not_empty),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.sub=value, written into params.yaml.")

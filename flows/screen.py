@@ -32,6 +32,7 @@ class Screen:
         self.console = console or Console(highlight=False)
         self._guard = threading.Lock()
         self._bars: dict[str, TaskID] = {}
+        self._begun: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._progress: Progress | None = None
         if self.console.is_terminal:
@@ -60,6 +61,7 @@ class Screen:
 
     def started(self, stage: str) -> None:
         """A stage began."""
+        self._begun[stage] = time.monotonic()
         if self._progress is None:
             self.say(f"{stage}: started")
             return
@@ -75,8 +77,8 @@ class Screen:
                     self._bars[stage], completed=step, total=total or None, description=words
                 )
         elif self._progress is None and time.monotonic() - self._last.get(stage, 0.0) > _LINE_SECONDS:
-            self._last[stage] = time.monotonic()
-            self.say(f"{stage}: {words}")
+            now = self._last[stage] = time.monotonic()
+            self.say(f"{stage}: {words} ({now - self._begun.get(stage, now):.0f} s)")
 
     def ended(self, outcome: Outcome) -> None:
         """A stage ended; its bar makes room for one line."""
@@ -94,7 +96,8 @@ def described(status: Json) -> tuple[float, float, str]:
     progress = status.get("progress")
     known = progress if isinstance(progress, dict) else {}
     step, total = float(known.get("step") or 0), float(known.get("total") or 0)
-    words = f"{known.get('unit') or 'step'} {step:.0f} of {total:.0f}" if total else "working"
+    unit = known.get("unit") or "step"
+    words = f"{unit} {step:.0f} of {total:.0f}" if total else f"{step:.0f} {unit}" if step else "working"
     metrics = status.get("metrics")
     wanted = ("loss", "reward", "kl", "accuracy")
     for name in wanted if isinstance(metrics, dict) else ():

@@ -10,8 +10,9 @@ from rich.table import Table
 from flows.changes import registered_version
 from flows.dag import read_dag
 from flows.secrets import mask
-from tasks.places import home, read_json, stage_folder
+from tasks.places import home, stage_folder
 from tasks.report import build, summary
+from tasks.results import results
 from tasks.status import read_status
 
 NOT_PROMOTED = 3
@@ -50,6 +51,6 @@ def _plain(text: str) -> str:
 
 
 def outcome_code(project: Path) -> int:
-    """0 when the candidate is champion, 3 when the champion stays or a person has to decide."""
-    file = stage_folder(project, "register") / "register.json"
-    return 0 if file.is_file() and read_json(file).get("alias") == "champion" else NOT_PROMOTED
+    """0 when the candidate is champion, 3 when the champion stays, a person has to decide, or nothing is
+    decided yet."""
+    return 0 if results(project)["register"].get("alias") == "champion" else NOT_PROMOTED

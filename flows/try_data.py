@@ -22,11 +22,19 @@ def try_files(
     params = load(project)
     if files or overrides:
         params = parse(_changed(project, here, files, overrides), "command line")
+    names = ", ".join((*params.data.files, *params.data.prompts, *params.data.eval_prompts))
+    console.print(f"reading {names} ...", markup=False, soft_wrap=True)
     from data.pipeline import run
+
+    def report(step: int, total: int, unit: str) -> None:
+        if 0 < step == total:
+            console.print("all is read; checking the whole", markup=False)
+        elif step:
+            console.print(f"{step}{f' of {total}' if total else ''} {unit} read", markup=False)
 
     folder = home(project) / "tried"
     shutil.rmtree(folder, ignore_errors=True)
-    result = run(params.data, params.seed, folder / "out", folder / "docs")
+    result = run(params.data, params.seed, folder / "out", folder / "docs", report)
     console.print(Markdown((folder / "out" / "card.md").read_text(encoding="utf-8")))
     console.print(f"kept {result['rows_kept']} of {result['rows_in']} rows", markup=False)
     console.print(f"data docs:  {folder / 'docs' / 'index.html'}", markup=False, soft_wrap=True)

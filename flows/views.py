@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from data.errors import ConfigurationError, PlumblineError
+from data.errors import ConfigurationError, DataError, PlumblineError
 from flows import dvc, inputs
 from flows.alone import alone
 from flows.changes import changes
@@ -23,6 +23,7 @@ from flows.screen import described
 from flows.secrets import mask, refuse_in_params
 from tasks.params import load, write_overrides
 from tasks.places import home
+from tasks.registry import peek
 from tasks.status import read_status
 from training import lifeline
 
@@ -30,7 +31,7 @@ from training import lifeline
 def show_params(project: Path, profile: str | None, overrides: Sequence[str], console: Console) -> None:
     """Everything that is in force, as YAML; what is new is written first."""
     refuse_in_params(overrides)
-    if profile or overrides:
+    if profile is not None or overrides:
         with alone(project, 60.0, lambda text: console.print(text, markup=False)):
             changed = write_overrides(project, overrides, profile)
         console.print(f"params.yaml: changed {', '.join(changed) or 'nothing'}", markup=False)
@@ -64,7 +65,7 @@ def show_status(project: Path, console: Console) -> None:
         seconds = f"{end - float(str(said['started'])):.0f}" if said else ""
         why = "; ".join(todo.get(step.name, []))
         follows = "runs: " + why if why else "runs, for it is below" if _below(dag, step.name, todo) else ""
-        plan = "?" if running else follows or "up to date"
+        plan = "runs now" if step.name in running else "" if running else follows or "up to date"
         words = (
             described(said)[2] if said and step.name in running else str((said or {}).get("message") or "")
         )
@@ -98,6 +99,7 @@ def show_lineage(project: Path, reference: str, console: Console) -> None:
     from tasks.history import chain
 
     name, wanted = parse_reference(project, reference)
+    require_versions(project, name)
     for link in chain(project, name, wanted):
         digest = f" [dim]{link.digest[:12]}[/]" if link.digest else ""
         run = f" [dim]run {link.run_id[:8]}[/]" if link.run_id else ""
@@ -123,6 +125,15 @@ def show_touched(project: Path, reference: str, row: str, console: Console) -> N
     console.print(table)
 
 
+def require_versions(project: Path, name: str) -> None:
+    """Said at once, and before mlflow is imported: there is nothing to look at or to move."""
+    if not peek(project, name):
+        raise DataError(
+            f"{name}: no version is registered under this name; a run that is promoted registers one "
+            "(`plumbline run`), and registry.name in params.yaml says where"
+        )
+
+
 def _who() -> str:
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
@@ -134,6 +145,7 @@ def promote_by_hand(
     from tasks.registry import Registry
 
     model, version = (name, wanted) if name else parse_reference(project, wanted)
+    require_versions(project, model)
     registry = Registry(project, model)
     current = registry.champion()
     expected = current.digest if current else None
@@ -147,6 +159,7 @@ def roll_back(project: Path, reason: str, name: str | None, console: Console) ->
     from tasks.registry import Registry
 
     model = name or load(project).registry.name
+    require_versions(project, model)
     previous = Registry(project, model).rollback(_who(), _reason(reason))
     if previous is None:
         console.print(f"{model}: there was no champion before; nobody is champion now", markup=False)

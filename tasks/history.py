@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.errors import ConfigurationError
+from data.errors import DataError
 from tasks.lineage import client, experiment_id, read_artifact
 from tasks.registry import Registry, Version
 
@@ -48,13 +48,21 @@ def chain(project: Path, name: str, wanted: str) -> list[Link]:
 
 def _head(version: Version) -> Link:
     aliases = ", ".join(version.aliases) or "no alias"
-    decided = version.tags.get("plumbline.win_rate", "unknown")
     baseline = (version.baseline or "unknown")[:12]
-    detail = (
-        f"{aliases}; win rate {decided} against {baseline}; {version.tags.get('plumbline.promoted_why', '')}"
-    )
+    why = version.tags.get("plumbline.promoted_why", "")
+    detail = f"{aliases}; win rate {_win_rate(version)} against {baseline}; {why}"
     what = f"{version.name} version {version.version}"
     return Link(0, what, version.digest, version.run_id, detail.rstrip("; "))
+
+
+def _win_rate(version: Version) -> str:
+    """Estimate and interval as the report has them."""
+    rate, ends = (
+        json.loads(version.tags.get(f"plumbline.{key}", "null")) for key in ("win_rate", "interval")
+    )
+    if not isinstance(rate, int | float):
+        return "unknown"
+    return f"{rate:.3f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if isinstance(ends, list) else "")
 
 
 def _circumstances(run: Any) -> list[Link]:
@@ -121,7 +129,8 @@ def _files(run: Any, name: str, depth: int) -> Iterator[Link]:
             for file, digest in files.items():
                 yield Link(depth, str(file), str(digest), None, f"input file ({purpose})")
     if "model" in value:
-        yield Link(depth, str(value["model"]), str(value["digest"]), None, "model that scores start from")
+        digest = str(value["digest"]) if value["digest"] != value["model"] else ""
+        yield Link(depth, str(value["model"]), digest, None, "model that scores start from")
 
 
 @dataclass(frozen=True)
@@ -155,9 +164,7 @@ def forward(project: Path, name: str, row: str) -> list[Touch]:
                 stage = str(user.data.tags["plumbline.stage"])
                 touches += [Touch(key, file, stage, str(user.info.run_id), touched) for key in ids]
     if not makers:
-        raise ConfigurationError(
-            f"{row!r}: no validate run is recorded in this store; run the pipeline first"
-        )
+        raise DataError(f"{row!r}: no validate run is recorded in this store; run the pipeline first")
     return touches
 
 

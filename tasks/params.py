@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -237,11 +237,16 @@ def _fields(loc: Sequence[object]) -> dict[str, FieldInfo]:
     return dict(section.model_fields)
 
 
-def write_overrides(project: Path, overrides: Sequence[str] = (), profile: str | None = None) -> list[str]:
+def write_overrides(
+    project: Path,
+    overrides: Sequence[str] = (),
+    profile: str | None = None,
+    check: Callable[[Params], None] = lambda params: None,
+) -> list[str]:
     """Write a profile, then `key.sub=value` overrides, into params.yaml; returns the keys that changed.
 
     A profile is whole: a key that neither it nor what it extends sets goes back to its default. All is
-    checked before anything is written: a fault leaves the file as it was.
+    checked before anything is written, by `check` too: a fault leaves the file as it was.
     """
     path = project / FILE
     with FileLock(home(project) / "params.lock", timeout=60):
@@ -261,7 +266,7 @@ def write_overrides(project: Path, overrides: Sequence[str] = (), profile: str |
             _set(tree, key, value, changed)
         text = io.StringIO()
         yaml.dump(tree, text)
-        parse(YAML(typ="safe").load(text.getvalue()) or {}, where)
+        check(parse(YAML(typ="safe").load(text.getvalue()) or {}, where))
         if changed:
             write_text(path, text.getvalue())
     return changed

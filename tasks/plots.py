@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.follow import Metrics
-from tasks.places import Json, read_json, stage_folder
+from tasks.places import stage_folder
+from tasks.results import current, results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,30 +30,28 @@ class Plot:
 def draw_all(project: Path) -> list[Plot]:
     """All plots for which there are numbers."""
     plots: list[Plot] = []
-    optimize = _series(stage_folder(project, "optimize") / "metrics.jsonl")
+    known, now = results(project), current(project)
+    course = {
+        stage: _series(stage_folder(project, stage) / "metrics.jsonl") if stage in now else {}
+        for stage in ("sft", "reward", "judge", "optimize")
+    }
+    optimize = course["optimize"]
     reward = [key for key in ("reward", "score", "judge") if key in optimize]
     plots += _lines("Reward during optimisation", optimize, reward)
     plots += _lines(
         "KL to the SFT model during optimisation", optimize, [key for key in ("kl",) if key in optimize]
     )
-    for stage in ("sft", "reward", "judge", "optimize"):
-        series = _series(stage_folder(project, stage) / "metrics.jsonl")
+    for stage, series in course.items():
         plots += _lines(f"Loss: {stage}", series, [key for key in ("loss",) if key in series])
-    evaluate = _result(project, "evaluate")
-    slices = evaluate.get("slices")
+    slices = known["evaluate"].get("slices")
     if isinstance(slices, list) and slices:
         plots.append(_figure("Win rate by slice, with interval", partial(_slices, slices)))
     for stage in ("reward", "judge"):
-        calibration = _result(project, stage).get("calibration")
+        calibration = known[stage].get("calibration")
         bins = calibration.get("bins") if isinstance(calibration, dict) else None
         if isinstance(bins, list) and bins:
             plots.append(_figure(f"Calibration: {stage}", partial(_calibration, bins)))
     return plots
-
-
-def _result(project: Path, stage: str) -> Json:
-    file = stage_folder(project, stage) / "result.json"
-    return read_json(file) if file.is_file() else {}
 
 
 def _series(file: Path) -> dict[str, tuple[list[int], list[float]]]:

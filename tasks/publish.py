@@ -10,11 +10,12 @@ commit costs nothing.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,12 @@ def dvc_digest(work: Path, names: Iterable[str]) -> str:
             with (work / file).open("rb") as stream:
                 md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
             listed.append({"md5": md5, "relpath": file})
-    listed.sort(key=lambda entry: entry["relpath"])
-    text = json.dumps(listed, sort_keys=True)
+    return listing_digest(listed)
+
+
+def listing_digest(entries: Iterable[Mapping[str, str]]) -> str:
+    """DVC's digest of a folder by the md5 and relpath of its files."""
+    text = json.dumps(sorted(entries, key=lambda entry: entry["relpath"]), sort_keys=True)
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest() + ".dir"
 
 
@@ -122,8 +127,9 @@ def read_lock(project: Path) -> dict[str, Lock]:
     return parse_lock(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
+@functools.lru_cache(maxsize=2)
 def parse_lock(content: bytes, where: str) -> dict[str, Lock]:
-    """Stage -> its entry. YAML 1.2, as DVC writes it (so 1e-05 is a number)."""
+    """Stage -> its entry, to be read only. YAML 1.2, as DVC writes it (so 1e-05 is a number)."""
     remedy = "restore it with `git checkout dvc.lock` or delete it"
     try:
         tree = YAML(typ="safe").load(content.decode("utf-8")) or {}

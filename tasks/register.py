@@ -8,8 +8,10 @@ rolled back stay out.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+from data.errors import PlumblineError
 from tasks import lineage
 from tasks.params import Params
 from tasks.places import Json, file_digest, read_json, stage_folder
@@ -102,15 +104,25 @@ def summary_metrics(project: Path) -> dict[str, float]:
     return found
 
 
+def _report(project: Path) -> list[Path]:
+    """The page for the pipeline's run. The decision is carried out already, so a page that can not be made
+    is told and fails nothing; `plumbline report` shows why."""
+    try:
+        return [newest(project)]
+    except (PlumblineError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        print(f"register: the report could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+        return []
+
+
 def body(stage: Stage) -> None:
     """Register, write the report, close the pipeline's run."""
     decision = stage.result_of("promote", "decision.json")
     outcome, version = carry_out(stage.project, stage.params, decision)
     stage.publish_result(outcome, file="register.json")
-    report = newest(stage.project)
+    report = _report(stage.project)
     where = f" as {version.name} version {version.version}" if version is not None else ""
     print(f"register: {outcome['alias'] or 'not promoted'}{where}: {outcome['reason']}")
-    files = [report, *(stage.project / name for name in ("params.yaml", "dvc.yaml", "dvc.lock"))]
+    files = [*report, *(stage.project / name for name in ("params.yaml", "dvc.yaml", "dvc.lock"))]
     metrics = summary_metrics(stage.project)
     stage.afterwards = lambda: lineage.close_parent(stage.project, stage.pipeline, metrics, files)
 

@@ -19,7 +19,7 @@ from tasks.params import FILE, load
 from tasks.places import Json, home, stage_folder, write_text
 from tasks.plots import Plot, draw_all
 from tasks.registry import peek
-from tasks.results import ORDER, RESULTS, results
+from tasks.results import ORDER, document, results
 from tasks.status import masked
 
 
@@ -61,7 +61,8 @@ def summary(project: Path, version: str | None = None) -> list[Row]:
         )
     rows.append(Row("decision", *_decision(r)))
     alias = r["register"].get("alias")
-    rows.append(Row("registered version", version or "none", f"alias {alias}" if alias else ""))
+    known = version if r["register"] else None
+    rows.append(Row("registered version", known or "none", f"alias {alias}" if alias else ""))
     return rows
 
 
@@ -98,7 +99,11 @@ def headline(project: Path) -> list[str]:
     """What came out, in a sentence; where nothing was promoted, the causes found and what to try next."""
     r = results(project)
     decision, reason = _decision(r)
-    first = f"{decision[0].upper()}{decision[1:]}: {reason}" if r["promote"] else "No decision yet."
+    first = (
+        f"{decision[0].upper()}{decision[1:]}: {reason}"
+        if decision != "none"
+        else f"No decision yet: {reason}"
+    )
     if decision == "promoted":
         return [first]
     try:
@@ -123,7 +128,7 @@ def registered_version(project: Path) -> str | None:
 def newest(project: Path) -> Path:
     """The report, made again only when an output is younger (register writes its own at every run)."""
     page = home(project) / "reports" / "report.html"
-    files = [stage_folder(project, stage) / RESULTS.get(stage, "result.json") for stage in ORDER[:-1]]
+    files = [document(project, stage) for stage in ORDER[:-1]]
     times = [file.stat().st_mtime for file in files if file.is_file()]
     return page if page.is_file() and page.stat().st_mtime >= max(times, default=0) else build(project)
 
@@ -166,8 +171,7 @@ def _tables(project: Path) -> list[Table]:
         tables.append(Table("Calibration", head, calibrated))
     digests = [[s, str(r[s].get("digest"))] for s in ORDER if r[s].get("digest")]
     tables.append(Table("Digests", ("stage", "sha256 of the model"), digests))
-    tables += _samples(project)
-    return tables
+    return tables + (_samples(project) if r["evaluate"] else [])
 
 
 def _samples(project: Path, at_most: int = 12) -> list[Table]:
@@ -248,8 +252,9 @@ def _html(said: Sequence[str], rows: Sequence[Row], tables: Sequence[Table], plo
 
 
 def _decision(r: Mapping[str, Json]) -> tuple[str, str]:
-    if not r["promote"]:
-        return "none", "the pipeline has not reached its end"
+    if not (r["promote"] and r["register"]):
+        left = [stage for stage in ORDER if not r[stage]]
+        return "none", f"the pipeline has not reached its end; to come: {', '.join(left)}"
     alias, reason = r["register"].get("alias"), str(r["register"].get("reason", ""))
     if alias == "champion":
         return "promoted", reason

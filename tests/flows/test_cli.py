@@ -135,17 +135,72 @@ def test_a_bare_name_that_is_no_file_is_told_at_once(project: Path) -> None:
 
 
 def test_a_run_asks_for_its_inputs_before_anything_is_started(project: Path) -> None:
-    done = command(
-        project, "run", "--set", "data.files=[data/nosuch.jsonl]", "--set", "model.source=./nomodel"
-    )
+    before = (project / "params.yaml").read_bytes()
+    wrong = ("--set", "data.files=[data/nosuch.jsonl]", "--set", "model.source=./nomodel")
+    done = command(project, "run", *wrong)
     assert done.returncode == 11, done.stdout + done.stderr
     assert "data/nosuch.jsonl: no such file" in done.stderr
     assert "./nomodel: no such file" in done.stderr
     assert not (project / ".plumbline" / "prefect").exists()
-    told = command(project, "params", "--set", "seed=4")
+    assert (project / "params.yaml").read_bytes() == before  # as a --data that is not there leaves it
+    told = command(project, "params", *wrong)
     assert "data/nosuch.jsonl: no such file" in told.stdout
     refused = command(project, "run", "--wait", "-5")
     assert refused.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bad.jsonl", '{"prompt": "x"}\n', "a file that is no model"),
+        ("bad.gguf", "GGML", "does not begin as a GGUF file"),
+        ("bad/config.json", "{}", "without weights"),
+        ("bad/model.safetensors", "", "without config.json"),
+        ("", "", "gguf:nosuchpackage: the package 'nosuchpackage' is not installed; install it"),
+    ],
+)
+def test_a_model_that_is_none_is_told_before_anything_is_started(
+    project: Path, name: str, content: str, said: str
+) -> None:
+    if name:
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(content, encoding="utf-8")
+    (project / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    before = (project / "params.yaml").read_bytes()
+    model = name.partition("/")[0] or "gguf:nosuchpackage"
+    done = command(project, "run", "--data", "rows.jsonl", "--model", model)
+    assert done.returncode == 10, done.stdout + done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("params.yaml") == 1
+    assert (project / "params.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [("run", "--data", ""), ("run", "--profile", " "), ("data", "")])
+def test_an_empty_value_is_wrong_usage(project: Path, words: tuple[str, ...]) -> None:
+    before = (project / "params.yaml").read_bytes()
+    done = command(project, *words)
+    assert (done.returncode, "it is empty" in done.stderr) == (2, True)
+    assert (project / "params.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "seed: 0\n"])
+def test_keys_that_dvc_would_miss_are_told_before_anything_is_started(project: Path, text: str) -> None:
+    (project / "params.yaml").write_text(text, encoding="utf-8")
+    done = command(project, "run")
+    assert done.returncode == 10
+    assert "params.yaml: optimize: the key is missing, and dvc.yaml names it" in done.stderr
+    assert ("params.yaml: seed: " in done.stderr) is not bool(text)
+    assert not (project / ".plumbline" / "prefect").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("lineage",), ("promote", "1", "--reason", "x"), ("rollback", "--reason", "x"), ("reproduce", "1")],
+)
+def test_nothing_registered_is_told_without_mlflow(project: Path, words: tuple[str, ...]) -> None:
+    done = command(project, *words)
+    assert (done.returncode, "no version is registered" in done.stderr) == (11, True)
+    assert not (project / ".plumbline" / "mlflow.db").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.errors import ConfigurationError
+from data.errors import DataError
 from tasks.history import chain, forward
 from tasks.places import digest
 from tasks.recorder import Ending
@@ -72,5 +72,5 @@ def test_a_row_is_followed_to_the_versions_it_touched(followed: Path) -> None:
 
 
 def test_a_store_without_runs_is_said(project: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no validate run is recorded"):
+    with pytest.raises(DataError, match="no validate run is recorded"):
         forward(project, "tiny", "abc123")
