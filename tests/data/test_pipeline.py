@@ -421,3 +421,16 @@ def test_memory_does_not_follow_the_length_of_rows(project: Project) -> None:  #
 
 def test_files_of_the_stage_are_named_once() -> None:
     assert {*PAIRS.values(), *STEPS.values()} < set(RECORD_FILES) < set(OUTPUTS)
+
+
+def test_a_large_source_is_heard_of_while_it_is_read(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.intake._REPORT_ROWS", 5)
+    heard: list[tuple[int, int, str]] = []
+    name = project.file("many.jsonl", pairs(12))
+    params = DataParams(files=(name,), min_pairs=1)
+    run(params, 0, project.out, project.docs, lambda *said: heard.append(said))
+    assert heard[0] == (0, heard[-1][1], "sources")
+    assert heard[-1][0] == heard[-1][1] > 0
+    assert heard[1:3] == [(5, 0, "rows of many.jsonl"), (10, 0, "rows of many.jsonl")]

@@ -113,6 +113,7 @@ def test_data_shows_a_card_or_says_what_is_wrong(project: Path) -> None:
     good = command(project, "data", "é.jsonl", "--set", "min_pairs=10", "--set", "min_part=2")
     assert good.returncode == 0, good.stderr
     assert "kept 40 of 40 rows" in good.stdout
+    assert good.stdout.startswith("reading é.jsonl ...")
     (project / "bad.jsonl").write_text('{"prompt": "x"\n', encoding="utf-8")
     bad = command(project, "data", "bad.jsonl")
     assert bad.returncode == 11

@@ -44,7 +44,9 @@ def followed(project: Path) -> Path:
     ending = Ending("FINISHED", outputs={OPTIMIZED: digest(model)})
     run_id = recorded(project, ending, stage="optimize", inputs={SFT: "m1", PROMPTS: "p2", "elsewhere": "x"})
     registry = Registry(project, "tiny")
-    version = registry.register(digest(model), model, run_id, {"plumbline.baseline": "m1"})
+    tags = {"plumbline.baseline": "m1", "plumbline.win_rate": "0.6383928571428571"}
+    tags["plumbline.interval"] = "[0.5461, 0.721]"
+    version = registry.register(digest(model), model, run_id, tags)
     registry.promote(version, None, "kim", "all gates passed")
     return project
 
@@ -52,7 +54,7 @@ def followed(project: Path) -> Path:
 def test_the_chain_ends_at_the_input_files(followed: Path) -> None:
     links = chain(followed, "tiny", "@champion")
     assert links[0].what == "tiny version 1"
-    assert "champion" in links[0].detail
+    assert links[0].detail == "champion; win rate 0.638 [0.546, 0.721] against m1; all gates passed"
     by_name = {link.what: link for link in links}
     assert (by_name["rows.jsonl"].digest, by_name["rows.jsonl"].detail) == ("f1", "input file (files)")
     assert by_name[SFT].detail == "stage sft"

@@ -4,6 +4,7 @@ does nothing.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,20 @@ def test_the_memo_spares_reading_again(project: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sources, "digest", refuse)
     assert sources.current(project, load(project)) == first
     assert read_json(project / ".plumbline" / "digests.json")
+
+
+def test_a_report_that_can_not_be_made_fails_nothing(
+    trained: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(project: Path) -> Path:
+        raise KeyError("slice")
+
+    monkeypatch.setattr(register, "newest", broken)
+    assert register._report(trained[0]) == []
+    assert "the report could not be made: KeyError: 'slice'" in capsys.readouterr().err
+
+
+def test_the_installed_encoder_is_known_by_its_content(project: Path) -> None:
+    written = sources.current(project, load(project))["reward.json"]
+    assert written["model"] == "minilm"
+    assert re.fullmatch(r"[0-9a-f]{64}", str(written["digest"]))
