@@ -1,5 +1,5 @@
 """What keeps the memory of a training process on a CPU small: freed memory goes back to the system before the
-optimizer's moments are made, and frozen weights lie in a file.
+optimizer's moments are made and before each update on rollouts, and frozen weights lie in a file.
 """
 
 from __future__ import annotations

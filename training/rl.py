@@ -37,7 +37,17 @@ from training.generate import BuiltinGenerator, Generator
 from training.learner import Learner, Rolled, Signals
 from training.logprobs import AnswerLogprobs
 from training.measure import measure, second_opinion
-from training.models import autocast, digest, load_policy, merge_and_save, reference, resolve, saved_dtype
+from training.memory import give_back
+from training.models import (
+    autocast,
+    device,
+    digest,
+    load_policy,
+    merge_and_save,
+    reference,
+    resolve,
+    saved_dtype,
+)
 from training.rundir import RunDir, program
 from training.score import ScoreModel
 from training.scorers import ScorerFailed
@@ -320,6 +330,9 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     if engine.sum([float(bad)])[0]:
         values["loss"] = math.nan
     else:
+        if device().type == "cpu":
+            # Sampling and the reference leave gaps that the update's larger tensors do not fit into.
+            give_back()
         values |= UPDATES.get(params.algorithm, update)(setting, found, made, state["beta"], step)
     clock.lap("update")
     values["beta"] = state["beta"]
