@@ -143,7 +143,7 @@ class Engine:
     def step(self) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
         divergence."""
-        if device().type == "cpu" and self.steps == 0:
+        if self.steps == 0:
             # What the backward pass has freed lies between gradients: the moments, made now, come on top.
             give_back()
         lr = self.lr()

@@ -22,6 +22,7 @@ from training.config import OptimizeParams
 from training.engine import Engine, StepInfo
 from training.logprobs import answer_logprobs
 from training.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, needs
+from training.memory import give_back
 from training.models import Reference, autocast, device
 from training.trunk import Trunk, lay_out
 
@@ -178,6 +179,7 @@ class Learner:
         compared, gap = total.pop("compared"), total.pop("rollout_gap")
         # Nothing is compared where no answer teaches anything.
         total |= {"rollout_gap": gap / compared} if compared else {}
+        give_back()
         return self.engine.step(), total
 
     def update_pairs(
@@ -206,6 +208,7 @@ class Learner:
             right += float(((found.chosen_reward > found.rejected_reward) * mine).sum())
         loss, accuracy, *gaps = self.engine.sum([total, right / max(count, 1.0), moved, compared])
         values = {"loss": loss, "pair_accuracy": accuracy, "pairs": count, "rollout_gap": gaps[0] / gaps[1]}
+        give_back()
         return self.engine.step(), values
 
     def _aggregation(self, mask: Bool[Tensor, "N R"]) -> losses.Aggregation:

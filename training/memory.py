@@ -1,5 +1,6 @@
 """What keeps the memory of a training process on a CPU small: freed memory goes back to the system before the
-optimizer's moments are made and before each update on rollouts, and frozen weights lie in a file.
+optimizer's moments are made and between the parts of a step on rollouts (each leaves gaps that the next
+one's larger tensors do not fit into), and frozen weights lie in a file.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ ALIGNMENT = 64
 
 
 def give_back() -> None:
-    """Returns freed memory to the system (glibc keeps gaps between living tensors; elsewhere: nothing)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    """Returns freed memory to the system where tensors lie in it (glibc keeps the gaps between living ones;
+    with an accelerator, and elsewhere: nothing)."""
+    here = os.name == "posix" and not torch.accelerator.is_available()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if here else None
     if trim is not None:
         trim(0)
 

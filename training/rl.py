@@ -40,7 +40,6 @@ from training.measure import measure, second_opinion
 from training.memory import give_back
 from training.models import (
     autocast,
-    device,
     digest,
     load_policy,
     merge_and_save,
@@ -113,6 +112,7 @@ def roll(setting: Setting, prompts: Sequence[Prompt], group: int, step: int) -> 
         encoded, group, max_new_tokens=setting.params.max_new_tokens, temperature=setting.params.temperature,
         keys=[prompt.id for prompt in prompts], seed=setting.run.seed, step=step,
     )  # fmt: skip
+    give_back()
     setting.clock.lap("generate")
     found = gather(setting.tok, prompts, encoded, rollout, setting.scoring)
     setting.clock.lap("score")
@@ -330,9 +330,7 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     if engine.sum([float(bad)])[0]:
         values["loss"] = math.nan
     else:
-        if device().type == "cpu":
-            # Sampling and the reference leave gaps that the update's larger tensors do not fit into.
-            give_back()
+        give_back()
         values |= UPDATES.get(params.algorithm, update)(setting, found, made, state["beta"], step)
     clock.lap("update")
     values["beta"] = state["beta"]
