@@ -23,6 +23,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+SAME = 1e-6
+"""Standard deviation below which values count as equal: float32 sums of log-probabilities differ by less."""
+
 
 class GroupAdvantage(NamedTuple):
     advantage: Float[Tensor, "P G"]
@@ -141,7 +144,11 @@ def whiten(
     std: float,
     epsilon: float = 1e-8,
 ) -> Float[Tensor, "*shape"]:
-    """(value - mean) / (std + epsilon) where counted, 0 elsewhere; mean and std of the global batch."""
+    """(value - mean) / (std + epsilon) where counted, 0 elsewhere; mean and std of the global batch.
+
+    All zeros where the values differ by rounding alone (`SAME`): dividing by it would make noise a signal."""
+    if std < SAME:
+        return torch.zeros_like(value)
     return torch.where(mask, (value - mean) / (std + epsilon), 0.0)
 
 

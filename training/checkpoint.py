@@ -2,8 +2,9 @@
 
 A checkpoint is written into a hidden folder, audited, marked COMPLETE, synced and renamed: a reader finds
 it whole or not at all. It belongs to one run (a fingerprint of its configuration), is found by number, not
-by name or date, and holds every source of randomness, the counters that the program passes, and the sizes
-of the deterministic logs. The last healthy one and the best one by score are never rotated away.
+by name or date, and holds every source of randomness, the counters that the program passes, the sizes of the
+deterministic logs, and a checksum of each file: a damaged one is passed over for the one before it. The last
+healthy one and the best one by score are never rotated away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from training.engine import Engine
 from training.rundir import RunDir
 
 COMPLETE = "COMPLETE"
+MARKER = {"step", "healthy", "score", "fingerprint", "offsets", "sizes", "sums"}
+"""What a marker holds; one with less counts as torn."""
 
 
 class Checkpoints:
@@ -65,12 +69,13 @@ class Checkpoints:
 
     def _seal(self, folder: Path, step: int, healthy: bool, score: float | None) -> None:
         """Audits every file and writes the marker last."""
-        sizes = {}
+        sizes, sums = {}, {}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             if file.suffix == ".pt":
                 _audit(file)
             _sync(file)
-            sizes[file.relative_to(folder).as_posix()] = file.stat().st_size
+            name = file.relative_to(folder).as_posix()
+            sizes[name], sums[name] = file.stat().st_size, _checksum(file)
         marker = {
             "step": step,
             "healthy": healthy,
@@ -78,6 +83,7 @@ class Checkpoints:
             "fingerprint": self._fingerprint,
             "offsets": self._run.offsets(),
             "sizes": sizes,
+            "sums": sums,
         }
         (folder / COMPLETE).write_text(json.dumps(marker, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         _sync(folder / COMPLETE)
@@ -85,19 +91,20 @@ class Checkpoints:
     def resume(self) -> tuple[int, dict[str, Any]] | None:
         """Goes back to the newest complete checkpoint: engine, randomness, logs; None when there is none
         yet."""
-        found = self._complete()
-        if not found:
-            self._run.rewind({})
-            return None
-        return self._load(found[-1])
+        for marker in reversed(self._complete()):
+            if self._undamaged(marker):
+                return self._load(marker)
+        self._run.rewind({})
+        return None
 
     def rollback(self) -> tuple[int, dict[str, Any]] | None:
         """Goes back to the last healthy checkpoint and removes the later ones; the logs go on, nothing is
         hidden."""
-        healthy = [marker for marker in self._complete() if marker["healthy"]]
-        if not healthy:
+        healthy = (marker for marker in reversed(self._complete()) if marker["healthy"])
+        marker = next(filter(self._undamaged, healthy), None)
+        if marker is None:
             return None
-        loaded = self._load(healthy[-1], rewind=False)
+        loaded = self._load(marker, rewind=False)
         if self._engine.first:
             for marker in self._complete():
                 if marker["step"] > loaded[0]:
@@ -121,15 +128,29 @@ class Checkpoints:
         for folder in self._folder.glob("step-*"):
             try:
                 marker = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-            except (OSError, json.JSONDecodeError):
+                whole = all(
+                    (folder / name).is_file() and (folder / name).stat().st_size == size
+                    for name, size in marker["sizes"].items()
+                )
+                whole = whole and set(marker) >= MARKER
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
-            whole = all(
-                (folder / name).is_file() and (folder / name).stat().st_size == size
-                for name, size in marker["sizes"].items()
-            )
             if whole and marker["fingerprint"] == self._fingerprint:
                 markers.append(marker)
         return sorted(markers, key=lambda marker: int(marker["step"]))
+
+    def _undamaged(self, marker: Mapping[str, Any]) -> bool:
+        """Whether every file reads as it was written; one that does not is told, and passed over."""
+        folder = self._path(marker)
+        for name, wanted in marker["sums"].items():
+            if _checksum(folder / name) != wanted:
+                self._run.timing(marker["step"], {"damaged": name})
+                print(
+                    f"{folder / name}: changed since it was written; an earlier checkpoint is taken",
+                    flush=True,
+                )
+                return False
+        return True
 
     def _path(self, marker: Mapping[str, Any]) -> Path:
         return self._folder / f"step-{marker['step']:08d}"
@@ -190,10 +211,19 @@ def _restore(state: Mapping[str, Any]) -> None:
 
 
 def _audit(file: Path) -> None:
-    """Reads a file back: no empty and no non-finite tensor where numbers are trained."""
+    """Reads a file back: no non-finite number in any tensor."""
     for tensor in _tensors(torch.load(file, map_location="cpu", weights_only=False)):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise InfrastructureError(f"{file}: holds a non-finite number; the checkpoint was not kept")
+
+
+def _checksum(file: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

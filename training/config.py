@@ -577,6 +577,13 @@ class OptimizeParams(Section):
                 "set generator.mode: server, or engine.zero: 2"
             )
         _check_engine(self.lora, self.engine, self.processes)
+        if self.ppo.minibatches > self.prompts // self.processes:
+            raise ValueError(
+                f"ppo.minibatches ({self.ppo.minibatches}) must be <= the prompts of a rank "
+                f"({self.prompts} prompts, {self.processes} processes): each mini batch needs one"
+            )
+        if self.algorithm == "online_dpo" and self.beta == 0:
+            raise ValueError("algorithm: online_dpo needs beta > 0 (0 gives a constant loss); .1 is usual")
         if self.engine.tensor_parallel > 1 and self.algorithm not in ON_PAIRS:
             raise ValueError(
                 f"engine.tensor_parallel with algorithm: {self.algorithm}: ranks that share a model would "

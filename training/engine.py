@@ -140,6 +140,12 @@ class Engine:
         # DeepSpeed averages over ranks; the loss is already a share of the global one, so that is undone.
         self._deepspeed.backward(loss * self.world)
 
+    def skip(self) -> StepInfo:
+        """A step without any gradient on any rank: the schedule goes on, nothing moves."""
+        lr = self.lr()
+        self.steps += 1
+        return StepInfo(0.0, lr, True)
+
     def step(self) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
         divergence."""

@@ -116,8 +116,12 @@ class Scoring:
         self, names: Sequence[str], score: Tensor, valid: Tensor, detected: Tensor, group: int
     ) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
         weight = torch.tensor(dimension_weights(names, self.params.weights))
-        floors = {scorer.dimension: scorer.floor for scorer in self.params.scorers}
-        floor = torch.tensor([-math.inf if floors.get(name) is None else floors[name] for name in names])
+        # Of several scorers of one dimension the strictest floor holds.
+        floors = dict.fromkeys(names, -math.inf)
+        for scorer in self.params.scorers:
+            if scorer.floor is not None and scorer.dimension in floors:
+                floors[scorer.dimension] = max(floors[scorer.dimension], scorer.floor)
+        floor = torch.tensor([floors[name] for name in names])
         known = valid.all(1)
         if self.params.normalise == "group":
             grid = score.view(-1, group, len(names))

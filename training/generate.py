@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from data.errors import DivergenceError
 from training.decoding import DecodingState
 from training.logprobs import backbone_and_head
 from training.models import is_lora
@@ -231,6 +232,11 @@ def choose(
     chances = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
     cumulative = chances.cumsum(-1)
     total = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise DivergenceError(
+            "the policy's logits are not finite, so nothing can be sampled: it has diverged; lower lr "
+            "(optimize.lr), or go back to a model whose weights are finite"
+        )
     # Below the total even after rounding: the token found has a probability above zero.
     target = torch.minimum((draw[:, None] * total).to(total.dtype), total.nextafter(torch.zeros_like(total)))
     token = torch.searchsorted(cumulative, target, right=True)

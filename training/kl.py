@@ -91,9 +91,14 @@ def kl_in_token_reward(
 def adaptive_beta(
     beta: float, kl: float, *, target: float, count: int, horizon: float = 10_000.0, bound: float = 0.2
 ) -> float:
-    """beta * (1 + clip(kl/target - 1, +-bound) * count/horizon) [1909.08593]; count: answers seen."""
+    """beta * (1 + clip(kl/target - 1, +-bound) * count/horizon) [1909.08593]; count: answers seen.
+
+    A batch of more answers than the horizon counts as the horizon, so that the sign stays; a KL that is not
+    finite changes nothing."""
+    if not math.isfinite(kl):
+        return beta
     error = min(max(kl / target - 1.0, -bound), bound)
-    return beta * (1.0 + error * count / horizon)
+    return beta * (1.0 + error * min(count / horizon, 1.0))
 
 
 def truncated_importance(

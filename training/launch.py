@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
@@ -85,11 +86,13 @@ def _torchrun(processes: int, module: str, workdir: Path) -> int:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     # The stop signals are forwarded here; the agent's own handler would end the workers after 30 seconds.
     agent = ["--max-restarts", "0", "--signals-to-handle", "SIGHUP"]
-    command = ["--nproc-per-node", str(processes), *rendezvous, *agent, "-m", module, str(workdir)]
-    try:
-        run(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        return _failure(workdir, [failure.exitcode for failure in error.failures.values()])
+    # The agent's logs stay empty; by default each launch would leave a folder for them in the system's own.
+    with tempfile.TemporaryDirectory(prefix=".elastic-", dir=workdir, ignore_cleanup_errors=True) as logs:
+        own = ["--nproc-per-node", str(processes), "--log-dir", logs]
+        try:
+            run(get_args_parser().parse_args([*own, *rendezvous, *agent, "-m", module, str(workdir)]))  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            return _failure(workdir, [failure.exitcode for failure in error.failures.values()])
     return 0
 
 

@@ -168,7 +168,8 @@ class Learner:
         names = ("loss", "ratio_clipped", "approx_kl", "rollout_gap", "compared")
         sums = dict.fromkeys((*names, "entropy_exact", "value_loss"), 0.0)
         busy = self._useful(signals, indices, group)
-        micros = list(self.micros(rolled, busy))
+        some = self.engine.sum([float(len(busy))])[0] > 0
+        micros = list(self.micros(rolled, busy)) if some else []
         for number, micro in enumerate(micros, 1):
             with autocast(self.params.precision), self.entered(micro):
                 loss, parts = self._loss(micro, signals, beta, policy, count, tokens)
@@ -179,6 +180,8 @@ class Learner:
         compared, gap = total.pop("compared"), total.pop("rollout_gap")
         # Nothing is compared where no answer teaches anything.
         total |= {"rollout_gap": gap / compared} if compared else {}
+        if not some:
+            return self.engine.skip(), total
         give_back()
         return self.engine.step(), total
 

@@ -68,6 +68,7 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
     ])  # fmt: skip
     k1, k3, surprise, long, cut, empty, same, repeated, cheated, *more, r, rr, ln, ll, rl = sums
     judge_directed, tokens_again, copied, phrase = (value / answers for value in more)
+    invalid = 1 - n / answers
     n, tokens = max(n, 1.0), max(tokens, 1.0)
     values = {
         "reward": r / n, "reward_std": math.sqrt(max(rr / n - (r / n) ** 2, 0.0)),
@@ -75,7 +76,7 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
         "clipped": cut / answers, "stop_share": 1 - cut / answers, "empty": empty / answers,
         "zero_variance": same / groups, "repetition": repeated / answers, "cheating": cheated / answers,
         "length_corr": _correlation(n, r, rr, ln, ll, rl), "scorer_errors": failed / max(calls, 1.0),
-        "scorer_invalid": 1 - n / answers, "answers": answers, "judge_directed": judge_directed,
+        "scorer_invalid": invalid, "answers": answers, "judge_directed": judge_directed,
         "repeated_tokens": tokens_again, "copied": copied, "phrase": phrase,
     }  # fmt: skip
     for place, name in enumerate(scored.dimensions):

@@ -105,12 +105,16 @@ def draw(count: int, wanted: int, seed: int, drawn: int) -> list[int]:
     return [orders[place // count][place % count] for place in places]
 
 
-def roll(setting: Setting, prompts: Sequence[Prompt], group: int, step: int) -> Experience:
-    """Answers of this rank's prompts, with scores."""
+def roll(
+    setting: Setting, prompts: Sequence[Prompt], group: int, step: int, epochs: Sequence[int]
+) -> Experience:
+    """Answers of this rank's prompts, with scores; `epochs`: how often each prompt was drawn before, so that
+    one that comes twice in a step (an epoch ends, DAPO draws again) gets other answers."""
+    keys = [f"{row.id} {epoch}" if epoch else row.id for row, epoch in zip(prompts, epochs, strict=True)]
     encoded = [encode_prompt(setting.tok, prompt.prompt) for prompt in prompts]
     rollout = setting.generator.generate(
         encoded, group, max_new_tokens=setting.params.max_new_tokens, temperature=setting.params.temperature,
-        keys=[prompt.id for prompt in prompts], seed=setting.run.seed, step=step,
+        keys=keys, seed=setting.run.seed, step=step,
     )  # fmt: skip
     give_back()
     setting.clock.lap("generate")
@@ -122,10 +126,12 @@ def roll(setting: Setting, prompts: Sequence[Prompt], group: int, step: int) -> 
 def fixed_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experience:
     """The step's prompts, as they come."""
     params, engine = setting.params, setting.engine
-    chosen = draw(len(setting.prompts), params.prompts, setting.run.seed, state["drawn"])
+    count, drawn = len(setting.prompts), state["drawn"]
+    chosen = draw(count, params.prompts, setting.run.seed, drawn)
+    epochs = [place // count for place in range(drawn, drawn + params.prompts)]
     state["drawn"] += params.prompts
     mine = [setting.prompts[index] for index in chosen[engine.rank :: engine.world]]
-    return roll(setting, mine, params.group, step)
+    return roll(setting, mine, params.group, step, epochs[engine.rank :: engine.world])
 
 
 def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Experience:
@@ -245,7 +251,7 @@ def held_out_reward(setting: Setting) -> float | None:
     if not setting.held_out:
         return None
     mine = setting.held_out[setting.engine.rank :: setting.engine.world] or setting.held_out[:1]
-    found = roll(setting, mine, 1, step=-1)
+    found = roll(setting, mine, 1, step=-1, epochs=[0] * len(mine))
     counts = float(setting.engine.rank < len(setting.held_out))
     whole, n = setting.engine.sum(
         [counts * float(found.scored.reward.sum()), counts * float(found.scored.known.sum())]
@@ -286,7 +292,10 @@ def answer_guards(setting: Setting, state: dict[str, Any], step: int) -> tuple[b
         )
     if action in ("lower_lr", "rollback"):
         if action == "rollback":
+            lowered = setting.engine.lr_scale
             loaded = setting.checkpoints.rollback()
+            # What earlier answers took off stays off: the checkpoint may be older than they are.
+            setting.engine.scale_lr(lowered / setting.engine.lr_scale)
             state["rollbacks"] += 1
             run.journal("rollback", step=step, to=loaded[0] if loaded else None)
         setting.engine.scale_lr(params.guards.lr_factor)
@@ -335,7 +344,7 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     clock.lap("update")
     values["beta"] = state["beta"]
     state["history"].append(values)
-    run.metrics(step, {name: _json_number(value) for name, value in values.items()})  # type: ignore[misc]
+    run.metrics(step, values)
     if params.kl.adaptive:
         state["beta"] = kl.adaptive_beta(
             state["beta"], values["kl"], target=params.kl.target, count=int(values["answers"]),
@@ -369,6 +378,8 @@ def set_up(run: RunDir) -> Setting:
     tok = load_tokenizer(source)
     rows = list(read_records(run.input("prompts"), Prompt))
     kept = [row for row in rows if len(encode_prompt(tok, row.prompt)) <= params.max_prompt]
+    if len(kept) < len(rows):
+        run.timing(0, {"prompts_too_long": len(rows) - len(kept)})
     kept = list({row.id: row for row in sorted(kept, key=lambda row: row.id)}.values())
     held_out, prompts = kept[: params.held_out], kept[params.held_out :]
     if len(prompts) < params.prompts:

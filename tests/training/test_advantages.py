@@ -183,7 +183,13 @@ def test_moments_of_little_or_nothing() -> None:
 def test_epsilon_stands_beside_the_deviation() -> None:
     found = advantages.whiten(group(3.0), whole(group(3.0)), mean=1.0, std=0.5, epsilon=0.5)
     assert found.item() == 2.0
-    assert advantages.whiten(group(3.0), whole(group(3.0)), mean=2.0, std=0.0).item() == pytest.approx(1e8)
+    near = advantages.whiten(group(3.0), whole(group(3.0)), mean=2.0, std=1e-6)
+    assert near.item() == pytest.approx(1 / (1e-6 + 1e-8))
+
+
+def test_values_that_differ_by_rounding_alone_give_no_advantage() -> None:
+    assert advantages.whiten(group(3.0), whole(group(3.0)), mean=2.0, std=0.99e-6).item() == 0.0
+    assert advantages.whiten(group(3.0), whole(group(3.0)), mean=2.0, std=0.0).item() == 0.0
 
 
 @pytest.mark.parametrize("ddof", [0, 1])

@@ -159,3 +159,20 @@ def test_a_nan_moves_nothing_and_three_in_a_row_end_it(tmp_path: Path) -> None:
     engine.backward(engine.module(torch.full((1, 3), float("inf"))).sum(), last=True)
     with pytest.raises(DivergenceError, match="3 steps in a row"):
         engine.step()
+
+
+@pytest.mark.parametrize("damage", ["bit", "marker", "bytes"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
+    run, engine, checkpoints = make(tmp_path)
+    for number in (1, 2):
+        step(engine)
+        checkpoints.save(number, {"n": number})
+    folder = run.path / "checkpoints" / "step-00000002"
+    if damage == "bit":
+        whole = bytearray((folder / "engine.pt").read_bytes())
+        whole[len(whole) // 2] ^= 1
+        (folder / "engine.pt").write_bytes(whole)
+    else:
+        (folder / "COMPLETE").write_bytes(b"{}" if damage == "marker" else b"\xff\xfe")
+    _, _, again = make(tmp_path)
+    assert again.resume() == (1, {"n": 1})

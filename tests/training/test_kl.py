@@ -220,3 +220,8 @@ def test_k1_in_the_loss_has_no_gradient_in_the_mean() -> None:
 def test_k3_in_the_loss_is_biased() -> None:
     found = gradients("k3")
     assert (found["loss"] - found["true"]).abs().max().item() > 0.05
+
+
+def test_adaptive_beta_keeps_its_sign_and_survives_a_nan() -> None:
+    assert kl.adaptive_beta(0.05, 0.0, target=6.0, count=16, horizon=3.0) == pytest.approx(0.04)
+    assert kl.adaptive_beta(0.05, math.nan, target=6.0, count=16) == 0.05

@@ -138,3 +138,57 @@ def test_scorers_that_fail_end_the_run_with_a_line_in_the_journal(opened: Any) -
     (line,) = journal(setting)
     assert (line["guard"], line["action"], line["step"], line["bound"]) == ("scorer_errors", "stop", 2, 0.1)
     assert line["value"] > 0.1 and line["message"].startswith("scorer f: ")
+
+
+def test_a_loss_that_is_not_finite_is_the_guards_matter(opened: Any) -> None:
+    setting = opened("grpo", beta=0.0)
+    _, state = rl.begin(setting)
+    assert rl.step_once(setting, state, 1) is None
+    setting.engine.module.register_forward_hook(lambda module, given, out: (out[0] * float("nan"), *out[1:]))
+    rl.step_once(setting, state, 2)
+    assert journal(setting)[0]["guard"] == "nonfinite"
+    (line,) = [x for x in (setting.run.path / "metrics.jsonl").read_text().splitlines() if '"step": 2' in x]
+    assert json.loads(line)["loss"] is None
+    assert all(bool(weight.isfinite().all()) for weight in setting.learner.model.parameters())
+
+
+def test_each_rollback_lowers_the_rate_further(opened: Any) -> None:
+    setting = opened()
+    _, state = rl.begin(setting)
+    assert rl.step_once(setting, state, 1) is None
+    scales = []
+    for _ in range(2):
+        state["history"].append({**state["history"][-1], "loss": float("nan")})
+        state["answered"].clear()
+        rl.answer_guards(setting, state, 2)
+        scales.append(setting.engine.lr_scale)
+    assert scales == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+def test_a_step_that_teaches_nothing_moves_nothing(opened: Any, backend: str) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    setting = opened("grpo", beta=0.0, engine={"backend": backend})
+    _, state = rl.begin(setting)
+    gather = rl.gather
+
+    def constant(*args: Any) -> Any:
+        found = gather(*args)
+        found.scored.reward.fill_(0.5)
+        return found
+
+    rl.gather, before = constant, [weight.clone() for weight in setting.learner.model.parameters()]
+    try:
+        rl.step_once(setting, state, 1)
+    finally:
+        rl.gather = gather
+    assert state["history"][-1]["grad_norm"] == 0.0
+    assert all(map(torch.equal, before, setting.learner.model.parameters()))
+
+
+def test_a_prompt_drawn_twice_in_a_step_gets_other_answers(opened: Any) -> None:
+    setting = opened(prompts=2)
+    first = rl.roll(setting, setting.prompts[:1], 4, 1, [0])
+    again = rl.roll(setting, setting.prompts[:1], 4, 1, [1])
+    assert [tree.answers for tree in first.trees] != [tree.answers for tree in again.trees]
