@@ -106,6 +106,8 @@ def _read_row(
         fields = Fields(_renamed(row.value, params.columns), params.coerce)
         shape = _shape(fields, params.format if purpose == "files" else "auto")
         shape_name = shape.name
+        if purpose == "files" and shape.name == "prompts":
+            _refuse_half_a_pair(fields)
         reading = _open_ended(fields) if purpose != "files" and _is_plain_chat(fields) else shape.read(fields)
         for item in reading:
             yield shape_name, _judged(item, label, row.line, params, purpose)
@@ -113,6 +115,15 @@ def _read_row(
                 yield shape_name, Notice(label, row.line, "an answer has an unfilled {{placeholder}}")
     except Fault as fault:
         yield shape_name, _refusal(fault, label, row.line)
+
+
+def _refuse_half_a_pair(fields: Fields) -> None:
+    """A row with one answer of two is a faulty pair, not a prompt."""
+    for there, missing in (("chosen", "rejected"), ("rejected", "chosen")):
+        if fields.has(there) and not fields.has(missing):
+            raise Fault(
+                "missing", missing, f"the field is absent or null beside {there!r}; a pair needs both answers"
+            )
 
 
 def _judged(

@@ -24,7 +24,8 @@ import psutil
 from data.errors import EXIT_CODES, Kind
 from flows import dvc
 from flows.secrets import mask
-from tasks.places import Json
+from tasks.places import Json, read_json
+from tasks.results import document, headline
 from tasks.status import read_status
 from training import lifeline
 
@@ -210,7 +211,10 @@ def _judge(
     if code == 0:
         text = "\n".join(said)
         if status is not None and status.get("state") == "done":
-            return Outcome(stage, "done", seconds, metrics=_numbers(status.get("metrics")))
+            last = {f"last step: {name}": value for name, value in _numbers(status.get("metrics")).items()}
+            file = document(project, stage)
+            found = headline(read_json(file)) if file.is_file() else {}
+            return Outcome(stage, "done", seconds, metrics=found | last)
         restored = "is cached - skipping run" in text or "Checking out" in text
         return Outcome(stage, "restored" if restored else "skipped", seconds)
     if stopping:

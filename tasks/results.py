@@ -50,6 +50,19 @@ def document(project: Path, stage: str) -> Path:
     return stage_folder(project, stage) / RESULTS.get(stage, "result.json")
 
 
+def headline(result: Json) -> dict[str, float]:
+    """The numbers of a result document itself, with the ends of its interval; nothing deeper."""
+    numbers = {
+        name: float(value)
+        for name, value in result.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    interval = result.get("interval")
+    if isinstance(interval, list) and len(interval) == 2:
+        numbers |= {"interval_lower": float(interval[0]), "interval_upper": float(interval[1])}
+    return numbers
+
+
 def current(project: Path) -> frozenset[str]:
     """The stages whose output was made of the outputs above it as they are now, by dvc.lock.
 

@@ -85,6 +85,14 @@ def test_trl_implicit_prompt_of_plain_text(one: Any) -> None:
     assert one({"chosen": "Blue.", "rejected": "Green."}) == "missing"
 
 
+@pytest.mark.parametrize("half", ["chosen", "rejected"])
+def test_half_a_pair_is_no_prompt(one: Any, half: str) -> None:
+    other = {"chosen": "rejected", "rejected": "chosen"}[half]
+    assert one({"prompt": "What is 2 + 2?", half: "4"}) == "missing"
+    assert one({"prompt": "What is 2 + 2?", half: "4", other: None}) == "missing"
+    assert one({"prompt": "What is 2 + 2?", half: "4"}, purpose="prompts").id
+
+
 def test_sides_with_different_histories_are_refused(one: Any) -> None:
     other = [{"role": "user", "content": "How?"}, DENY]
     assert one({"chosen": [ASK, TELL], "rejected": other}) == "prompt_mismatch"

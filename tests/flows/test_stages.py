@@ -25,7 +25,11 @@ def test_done_skipped_and_restored(fake_project: Path) -> None:
     work = Work(fake_project, 20)
     seen: list[Json] = []
     outcome = run(work, "a", seen)
-    assert (outcome.state, outcome.good, outcome.metrics) == ("done", True, {"loss": 0.5})
+    assert (outcome.state, outcome.good, outcome.metrics) == (
+        "done",
+        True,
+        {"last step: loss": 0.5, "value": 0.0},
+    )
     assert seen[-1]["progress"] == {"step": 2, "total": 2, "unit": "step"}
     assert run(work, "a").state == "skipped"
     again(fake_project, seed=1)
