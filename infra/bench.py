@@ -162,19 +162,23 @@ def our_engine(module: Any, params: Any) -> Any:
 
 def our_sft(spec: dict[str, Any], tok: Any) -> Step:
     from training import sft
-    from training.batches import Tree
+    from training.batches import Tree, cannot_share
     from training.config import SftParams
     from training.logprobs import AnswerLogprobs
     from training.models import load_policy
+    from training.reference import Forward
 
     trees = [Tree(item.tree.key, item.tree.prompt, item.tree.answers[:1]) for item in fitting(tok, spec)]
     params = SftParams(batch=spec["batch"], max_length=MAX_LENGTH, **our_settings(spec))
-    engine = our_engine(AnswerLogprobs(load_policy(spec["model"], params.precision, None)), params)
+    model = load_policy(spec["model"], params.precision, None)
+    engine = our_engine(AnswerLogprobs(model), params)
+    shared = cannot_share(model) is None
+    forward = Forward(engine, int(tok.pad_token_id), shared, params.token_budget, 1.0, params.precision)
 
     def step(number: int) -> tuple[float, float, int]:
         rows = trees[number * params.batch :][: params.batch]
         began = time.perf_counter()
-        loss, _ = sft.train_step(engine, rows, params, int(tok.pad_token_id))
+        loss, _ = sft.train_step(forward, rows, params)
         engine.step()
         return time.perf_counter() - began, loss, sum(map(tokens_of, rows))
 
@@ -222,7 +226,7 @@ def our_dpo(spec: dict[str, Any], tok: Any) -> Step:
     from training.config import OptimizeParams
     from training.logprobs import AnswerLogprobs
     from training.models import load_policy
-    from training.reference import Forward
+    from training.reference import Forward, choose_layout
 
     params = OptimizeParams(
         algorithm="dpo", prompts=spec["batch"], beta=BETA["dpo"], temperature=1.0, **our_settings(spec)
@@ -232,7 +236,7 @@ def our_dpo(spec: dict[str, Any], tok: Any) -> Step:
     engine = our_engine(AnswerLogprobs(model), params)
     forward = Forward(engine, int(tok.pad_token_id), True, params.token_budget, 1.0, params.precision)
     trees = [item.tree for item in items]
-    shared, _ = preference.choose_layout(forward, trees, cannot_share(model))
+    shared, _ = choose_layout(forward, trees, cannot_share(model))
     forward = replace(forward, shared=shared)
     ref, asked = [], []
     for number in range(spec["steps"]):

@@ -1,9 +1,10 @@
 """Prompts and answers as tensors: each prompt once, batches filled by tokens.
 
 A tree is a prompt with its answers: one for a demonstration, two for a pair, G for a group. `shared` lays a
-tree out as one row, prompt first and then its answers side by side; each answer sees the prompt and itself,
-and counts its positions from the prompt's end, so that every number equals that of separate rows. Whatever
-the layout, all that a loss reads is [N, R]: N answers in order of trees, R the longest answer.
+tree out once, prompt first and then its answers side by side; each answer sees the prompt and itself, and
+counts its positions from the prompt's end, so that every number equals that of separate rows. Shared trees
+lie one after the other in a single row without padding (training/tree_attention.py). Whatever the layout, all
+that a loss reads is [N, R]: N answers in order of trees, R the longest answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Self
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+
+from training.tree_attention import NAME, Layout
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Batch:
 
     input_ids: Int[Tensor, "B T"]
     position_ids: Int[Tensor, "B T"]
-    attention: Bool[Tensor, "B 1 T T"] | None
-    """True where a query may look at a key; None: plain causal, padding on the right."""
+    layout: Layout | None
+    """Of a row of trees, what attention must know; None: plain causal, padding on the right."""
     padding: Bool[Tensor, "B T"]
     """True on padding."""
     source: Int[Tensor, "N R"]
@@ -67,26 +70,27 @@ def row_lengths(tree: Tree, shared: bool) -> list[int]:
 
 
 def plan(trees: Sequence[Tree], token_budget: int, shared: bool) -> list[list[int]]:
-    """Micro batches as indices of trees, longest first (memory's worst case comes at once): rows * longest
-    <= budget.
+    """Micro batches as indices of trees, longest first (memory's worst case comes at once): all that is
+    computed, padding included, <= budget.
 
     A tree is never cut in two; one that is over the budget by itself is a batch of its own.
     """
-    return fill([row_lengths(tree, shared) for tree in trees], token_budget)
+    return fill([row_lengths(tree, shared) for tree in trees], token_budget, padded=not shared)
 
 
-def fill(lengths: Sequence[Sequence[int]], token_budget: int) -> list[list[int]]:
-    """Groups items, each with the lengths of its rows, so that rows * longest row stays within the budget."""
+def fill(lengths: Sequence[Sequence[int]], token_budget: int, padded: bool = True) -> list[list[int]]:
+    """Groups items, each with the lengths of its rows, so that what is computed stays within the budget:
+    rows * longest row, or the sum of the rows where they are not padded."""
     order = sorted(range(len(lengths)), key=lambda index: (-max(lengths[index]), index))
     batches: list[list[int]] = []
-    rows = longest = 0
+    taken = longest = 0
     for index in order:
-        more = len(lengths[index])
-        if not batches or (rows + more) * longest > token_budget:
+        more = len(lengths[index]) if padded else sum(lengths[index])
+        if not batches or (taken + more) * (longest if padded else 1) > token_budget:
             batches.append([])
-            rows, longest = 0, max(lengths[index])
+            taken, longest = 0, max(lengths[index])
         batches[-1].append(index)
-        rows += more
+        taken += more
     return batches
 
 
@@ -122,12 +126,12 @@ def steps_per_epoch(count: int, batch: int) -> int:
 
 
 def collate(trees: Sequence[Tree], pad_id: int, shared: bool) -> Batch:
-    """Tensors of some trees, padded on the right."""
+    """Tensors of some trees: one row of them all, or a row an answer, padded on the right."""
     assert trees and all(tree.prompt and tree.answers and all(tree.answers) for tree in trees)
-    rows = [(tree.prompt, tree.answers) for tree in trees] if shared else [
-        (tree.prompt, [answer]) for tree in trees for answer in tree.answers
+    rows = [[(tree.prompt, tree.answers) for tree in trees]] if shared else [
+        [(tree.prompt, [answer])] for tree in trees for answer in tree.answers
     ]  # fmt: skip
-    width = max(len(prompt) + sum(map(len, answers)) for prompt, answers in rows)
+    width = max(sum(len(prompt) + sum(map(len, answers)) for prompt, answers in row) for row in rows)
     longest = max(len(answer) for tree in trees for answer in tree.answers)
     count = sum(len(tree.answers) for tree in trees)
     ids = torch.full((len(rows), width), pad_id)
@@ -142,38 +146,27 @@ def collate(trees: Sequence[Tree], pad_id: int, shared: bool) -> Batch:
     last = torch.zeros(count, dtype=torch.long)
     owner = torch.tensor([index for index, tree in enumerate(trees) for _ in tree.answers])
     number = 0
-    for row, (prompt, answers) in enumerate(rows):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-        at = len(prompt)
-        for answer in answers:
-            end = at + len(answer)
-            ids[row, at:end] = torch.tensor(answer)
-            positions[row, at:end] = torch.arange(len(prompt), len(prompt) + len(answer))
-            source[number, : len(answer)] = row * width + torch.tensor([len(prompt) - 1, *range(at, end - 1)])
-            targets[number, : len(answer)] = torch.tensor(answer)
-            mask[number, : len(answer)] = True
-            last[number] = row * width + end - 1
-            number += 1
-            at = end
+    for row, parts in enumerate(rows):
+        at = 0
+        for prompt, answers in parts:
+            cue = at + len(prompt)
+            ids[row, at:cue] = torch.tensor(prompt)
+            positions[row, at:cue] = torch.arange(len(prompt))
+            at = cue
+            for answer in answers:
+                end = at + len(answer)
+                ids[row, at:end] = torch.tensor(answer)
+                positions[row, at:end] = torch.arange(len(prompt), len(prompt) + len(answer))
+                source[number, : len(answer)] = row * width + torch.tensor([cue - 1, *range(at, end - 1)])
+                targets[number, : len(answer)] = torch.tensor(answer)
+                mask[number, : len(answer)] = True
+                last[number] = row * width + end - 1
+                number += 1
+                at = end
         padding[row, :at] = False
-    attention = _tree_attention(rows, width) if shared else None
+    layout = tuple((len(tree.prompt), *map(len, tree.answers)) for tree in trees) if shared else None
     real = int((~padding).sum())
-    return Batch(ids, positions, attention, padding, source, targets, mask, last, owner, real)
-
-
-def _tree_attention(rows: Sequence[tuple[list[int], list[list[int]]]], width: int) -> Bool[Tensor, "B 1 T T"]:
-    """Causal, and no answer sees another one. Padding sees itself, so that no row of the softmax is empty."""
-    part = torch.full((len(rows), width), -1)
-    for row, (prompt, answers) in enumerate(rows):
-        part[row, : len(prompt)] = 0
-        at = len(prompt)
-        for number, answer in enumerate(answers, 1):
-            part[row, at : at + len(answer)] = number
-            at += len(answer)
-    query, key = part[:, :, None], part[:, None, :]
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    allowed = causal & ((query == key) | ((key == 0) & (query >= 0)))
-    return allowed[:, None]
+    return Batch(ids, positions, layout, padding, source, targets, mask, last, owner, real)
 
 
 def cannot_share(model: Any) -> str | None:
@@ -189,7 +182,7 @@ def cannot_share(model: Any) -> str | None:
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
     reasons = {
         "it takes no position_ids": "position_ids" not in forward,
-        f"attention {attention} takes no 4-D mask": attention not in ("sdpa", "eager"),
+        f"attention {attention} takes no 4-D mask": attention not in ("sdpa", "eager", NAME),
         f"layers of type {sorted(layers - {'full_attention'})}": bool(layers - {"full_attention"}),
         "sliding window": bool(getattr(config, "sliding_window", None))
         and getattr(config, "use_sliding_window", True),

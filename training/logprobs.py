@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from training import tree_attention
 from training.batches import Batch
 
 CHUNK = 256
@@ -70,19 +71,27 @@ def backbone_and_head(model: Any) -> tuple[nn.Module, Head]:
     return inner.base_model, Head(linear, scale, cap)
 
 
-def hidden_states(backbone: nn.Module, batch: Batch) -> Float[Tensor, "BT H"]:
+def hidden_states(backbone: Any, batch: Batch) -> Float[Tensor, "BT H"]:
     """Last hidden states of all positions, flattened so that `source` and `last` index them."""
-    attention: Tensor | None = batch.attention
-    config: Any = backbone.config
-    if attention is not None and config._attn_implementation == "eager":
+    attention: Tensor | None = None
+    row, rest = None, {}
+    if batch.layout is not None and tree_attention.prepare(backbone):
+        # Any 4-D mask is taken as it is: nothing is made of the positions, which start anew with each tree.
+        attention = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+        row = tree_attention.Row(batch.layout)
+        rest = {"trees": row}
+    elif batch.layout is not None:
         # Eager attention adds its mask to the scores; a bool would add 1 where it should be 0.
         dtype = next(backbone.parameters()).dtype
-        attention = torch.zeros(attention.shape, dtype=dtype, device=attention.device).masked_fill(
-            ~attention, torch.finfo(dtype).min
+        allowed = tree_attention.whole_mask(batch.layout).to(batch.input_ids.device)
+        attention = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(dtype).min
         )
     out = backbone(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=attention, use_cache=False
-    )
+        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=attention,
+        use_cache=False, **rest,
+    )  # fmt: skip
+    assert row is None or row.layers, "the model does not hand the layout on to its attention"
     hidden: Tensor = out.last_hidden_state
     return hidden.flatten(0, 1)
 

@@ -36,15 +36,13 @@ from training.logprobs import AnswerLogprobs
 from training.losses import PREFERENCE_LOSSES, PreferenceLoss, needs
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
 from training.pairs import Item, mismatched, read
-from training.reference import Forward, reference_logps, stack
+from training.reference import Forward, choose_layout, reference_logps, stack
 from training.rundir import RunDir, program
 from training.stats import wilson
 
 START_TOLERANCE = {"ratio_off": 1e-5, "kl": 1e-6, "dpo_loss_off": 1e-3}
 """Before the first update: |pi / pi_ref - 1| of any token, k3 a token, |DPO's loss - ln 2|. Policy and
 reference run in the same layout, so bf16 meets it too."""
-LAYOUT_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-"""Mean difference in nats a token between shared and repeated prompts: rounding of another order of sums."""
 KL_NOTE = "k3 a sequence on held-out chosen answers (data, not samples of the policy)"
 
 
@@ -190,21 +188,6 @@ def train_step(trainer: Trainer, rows: Sequence[int]) -> tuple[list[float], floa
 
 
 # -- before the first update ---------------------------------------------------------------------------------
-
-
-def choose_layout(forward: Forward, trees: Sequence[Tree], reason: str | None) -> tuple[bool, str]:
-    """Whether prompts are shared, and why not: the model can't, or the numbers differ from repeated
-    prompts."""
-    if reason is not None:
-        return False, reason
-    rows = [trees[index] for index in plan(trees, forward.token_budget, True)[0][:2]]
-    forward.engine.module.eval()
-    gap = float((forward.micro(rows, True) - forward.micro(rows, False)).abs().mean())
-    forward.engine.module.train()
-    bound = LAYOUT_TOLERANCE[resolve(forward.precision)]
-    if gap <= bound:
-        return True, ""
-    return False, f"shared prompts change the log-probabilities by {gap:.2g} nats a token (bound {bound})"
 
 
 def check_start(

@@ -30,6 +30,8 @@ from training.config import Precision
 from training.engine import Engine
 from training.models import autocast, device, is_lora, resolve
 
+LAYOUT_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+"""Mean difference in nats a token between trees in one row and padded rows: another order of sums."""
 KEPT = 8
 """Files of reference log-probabilities that stay; the oldest go."""
 
@@ -79,6 +81,21 @@ class Forward:
             logp, _ = self.engine.module(batch, self.temperature)
         found: Tensor = logp[batch.mask].double().cpu()
         return found
+
+
+def choose_layout(forward: Forward, trees: Sequence[Tree], reason: str | None) -> tuple[bool, str]:
+    """Whether trees lie in one row, each prompt once, and why not: the model can't (`reason`), or the numbers
+    differ from those of padded rows."""
+    if reason is not None:
+        return False, reason
+    rows = [trees[index] for index in plan(trees, forward.token_budget, True)[0][:2]]
+    forward.engine.module.eval()
+    gap = float((forward.micro(rows, True) - forward.micro(rows, False)).abs().mean())
+    forward.engine.module.train()
+    bound = LAYOUT_TOLERANCE[resolve(forward.precision)]
+    if gap <= bound:
+        return True, ""
+    return False, f"trees in one row change the log-probabilities by {gap:.2g} nats a token (bound {bound})"
 
 
 def stack(parts: Sequence[Float[Tensor, " K"]], mask: Bool[Tensor, "N R"]) -> Float[Tensor, "N R"]:

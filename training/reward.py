@@ -101,7 +101,7 @@ def micro_batches(
         pair = pairs[index]
         rows = [len(pair.prompt) + len(answer) for answer in pair.answers]
         lengths.append([sum(rows) - len(pair.prompt)] if shared else rows)
-    return [[indices[at] for at in part] for part in fill(lengths, budget)]
+    return [[indices[at] for at in part] for part in fill(lengths, budget, padded=not shared)]
 
 
 def train_step(

@@ -322,7 +322,7 @@ class ScoreModel:
         items = list(groups.values())
         lengths = [self._lengths([encoded[index] for index in item]) for item in items]
         with torch.no_grad():
-            for part in fill(lengths, token_budget):
+            for part in fill(lengths, token_budget, padded=not self.shared):
                 order = [index for item in part for index in items[item]]
                 batch = self._batch([[encoded[index] for index in items[item]] for item in part]).to(device())
                 for number, member in enumerate(self.members):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from data.errors import DataError, Stopped
 from data.records import Demonstration, Preference, read_records
 from training import losses
-from training.batches import Tree, collate, deal, plan, step_rows, steps_per_epoch
+from training.batches import Tree, cannot_share, collate, deal, plan, step_rows, steps_per_epoch
 from training.chat import encode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.checkpoint import Checkpoints
 from training.config import SftParams
@@ -27,6 +28,7 @@ from training.engine import Engine, connect
 from training.generate import BuiltinGenerator
 from training.logprobs import AnswerLogprobs
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
+from training.reference import Forward, choose_layout
 from training.rundir import RunDir, program
 
 
@@ -64,13 +66,14 @@ def encode(
     return trees, dropped
 
 
-def train_step(engine: Engine, trees: Sequence[Tree], params: SftParams, pad_id: int) -> tuple[float, int]:
+def train_step(forward: Forward, trees: Sequence[Tree], params: SftParams) -> tuple[float, int]:
     """Gradient of one step's rows; returns this rank's part of the loss and the rows' answer tokens."""
+    engine, shared = forward.engine, forward.shared
     count = sum(len(tree.answers[0]) for tree in trees)
-    micro = deal(plan(trees, params.token_budget, shared=False), engine.rank, engine.world)
+    micro = deal(plan(trees, params.token_budget, shared), engine.rank, engine.world)
     total = 0.0
     for number, (indices, counts) in enumerate(micro, 1):
-        batch = collate([trees[index] for index in indices], pad_id, shared=False).to(device())
+        batch = collate([trees[index] for index in indices], forward.pad_id, shared).to(device())
         with autocast(params.precision):
             logp, _ = engine.module(batch)
         loss = losses.cross_entropy(logp, batch.mask, count=count).loss * float(counts)
@@ -101,6 +104,11 @@ def main(run: RunDir) -> None:
         AnswerLogprobs(model), params.engine, lr=params.lr, total_steps=total, warmup=params.warmup,
         min_lr_share=params.min_lr_share, weight_decay=params.weight_decay, clip_norm=params.clip_norm,
     )  # fmt: skip
+    forward = Forward(engine, int(tok.pad_token_id), True, params.token_budget, 1.0, params.precision)
+    shared, reason = choose_layout(forward, trees, cannot_share(model))
+    if not shared:
+        run.timing(0, {"padded rows": reason})
+    forward = replace(forward, shared=shared)
     checkpoints = Checkpoints(run, engine, params.keep)
     start, state = checkpoints.resume() or (0, {"losses": [], "tokens": 0})
     if start == 0:
@@ -108,17 +116,18 @@ def main(run: RunDir) -> None:
             "start", rows=len(trees), dropped=dict(dropped), steps=total, precision=resolve(params.precision)
         )
     for step in range(start, total):
-        _step(run, engine, checkpoints, params, trees, tok, state, step, total)
+        _step(run, forward, checkpoints, params, trees, state, step, total)
     _publish(run, engine, model, tok, state, trees, dropped, total)
 
 
 def _step(
-    run: RunDir, engine: Engine, checkpoints: Checkpoints, params: SftParams, trees: Sequence[Tree],
-    tok: PreTrainedTokenizerBase, state: dict[str, Any], step: int, total: int,
+    run: RunDir, forward: Forward, checkpoints: Checkpoints, params: SftParams, trees: Sequence[Tree],
+    state: dict[str, Any], step: int, total: int,
 ) -> None:  # fmt: skip
+    engine = forward.engine
     began = time.monotonic()
     rows = [trees[index] for index in step_rows(len(trees), params.batch, run.seed, step)]
-    loss, tokens = train_step(engine, rows, params, int(tok.pad_token_id))
+    loss, tokens = train_step(forward, rows, params)
     info = engine.step()
     loss, stop = engine.sum([loss, float(run.stop_requested)])
     state["losses"].append(loss)

@@ -89,14 +89,13 @@ def lay_out(
     trees: Sequence[Tree], states: Sequence[States], batch: Batch, shared: bool
 ) -> Float[Tensor, "B T H"]:
     """States of some trees in the layout of their batch, zeros on padding."""
+    where = batch.input_ids.device
+    if shared:
+        return torch.cat(list(states)).to(where)[None]
     shape = (*batch.input_ids.shape, states[0].shape[1])
-    hidden = torch.zeros(shape, dtype=states[0].dtype, device=batch.input_ids.device)
+    hidden = torch.zeros(shape, dtype=states[0].dtype, device=where)
     row = 0
     for tree, known in zip(trees, states, strict=True):
-        if shared:
-            hidden[row, : len(known)] = known
-            row += 1
-            continue
         prompt, at = len(tree.prompt), len(tree.prompt)
         for answer in tree.answers:
             hidden[row, :prompt] = known[:prompt]

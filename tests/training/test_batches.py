@@ -24,16 +24,20 @@ lengths = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_siz
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths, st.integers(1, 200))
-def test_micro_batches_hold_each_item_once_and_keep_the_budget(rows: list[list[int]], budget: int) -> None:
-    batches = fill(rows, budget)
+@given(lengths, st.integers(1, 200), st.booleans())
+def test_micro_batches_hold_each_item_once_and_keep_the_budget(
+    rows: list[list[int]], budget: int, padded: bool
+) -> None:
+    batches = fill(rows, budget, padded)
     assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
     for batch in batches:
         cost = sum(len(rows[index]) for index in batch) * max(max(rows[index]) for index in batch)
+        if not padded:
+            cost = sum(sum(rows[index]) for index in batch)
         assert len(batch) == 1 or cost <= budget
     longest = [max(max(rows[index]) for index in batch) for batch in batches]
     assert longest == sorted(longest, reverse=True), "the worst case comes first"
-    assert fill(rows, budget) == batches
+    assert fill(rows, budget, padded) == batches
 
 
 @settings(max_examples=40, deadline=None)
@@ -65,7 +69,7 @@ TREES = [Tree("a", [5, 6, 7], [[8, 1], [9, 9, 1]]), Tree("b", [4], [[1]])]
 def test_layout_of_separate_rows() -> None:
     batch = collate(TREES, pad_id=1, shared=False)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 1, 1], [5, 6, 7, 9, 9, 1], [4, 1, 1, 1, 1, 1]]
-    assert batch.padding.sum(1).tolist() == [1, 0, 4] and batch.attention is None and batch.tokens == 13
+    assert batch.padding.sum(1).tolist() == [1, 0, 4] and batch.layout is None and batch.tokens == 13
     assert batch.mask.sum(1).tolist() == [2, 3, 1], "an EOS counts although pad has the same id"
     assert batch.targets[batch.mask].tolist() == [8, 1, 9, 9, 1, 1]
     assert batch.source[batch.mask].tolist() == [2, 3, 8, 9, 10, 12]
@@ -74,18 +78,18 @@ def test_layout_of_separate_rows() -> None:
 
 def test_layout_of_shared_prompts() -> None:
     batch = collate(TREES, pad_id=1, shared=True)
-    assert batch.input_ids[0].tolist() == [5, 6, 7, 8, 1, 9, 9, 1]
-    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
-    assert batch.source[batch.mask].tolist() == [2, 3, 2, 5, 6, 8] and batch.tokens == 10
-    assert batch.attention is not None
-    see = batch.attention[0, 0]
-    assert see[5].tolist() == [True] * 3 + [False, False, True, False, False], "no answer sees another"
-    assert bool(batch.attention.any(-1).all()), "no query is left without a key"
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 1, 9, 9, 1, 4, 1]], "one row, no padding"
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1]]
+    assert not bool(batch.padding.any()) and batch.tokens == 10
+    assert batch.source[batch.mask].tolist() == [2, 3, 2, 5, 6, 8]
+    assert batch.targets[batch.mask].tolist() == [8, 1, 9, 9, 1, 1]
+    assert batch.last.tolist() == [4, 7, 9] and batch.tree.tolist() == [0, 0, 1]
+    assert batch.layout == ((3, 2, 3), (1, 1))
 
 
 def test_row_lengths_count_the_prompt_once_when_shared() -> None:
     assert row_lengths(TREES[0], shared=True) == [8] and row_lengths(TREES[0], shared=False) == [5, 6]
-    assert plan(TREES, 8, shared=True) == [[0], [1]]
+    assert plan(TREES, 9, shared=True) == [[0], [1]] and plan(TREES, 10, shared=True) == [[0, 1]]
 
 
 def test_moving_keeps_everything() -> None:

@@ -59,7 +59,7 @@ def test_eager_attention_without_a_tree_mask() -> None:
     model = llama()
     expected = logp_of(model)
     model.set_attn_implementation("eager")
-    assert batch().attention is None
+    assert batch().layout is None
     assert torch.allclose(logp_of(model), expected, atol=1e-5)
 
 

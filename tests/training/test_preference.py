@@ -26,7 +26,7 @@ from training.engine import Engine
 from training.logprobs import AnswerLogprobs
 from training.models import add_lora, load_causal
 from training.pairs import Item, encode, mismatched
-from training.reference import Forward, reference_logps
+from training.reference import Forward, choose_layout, reference_logps
 from training.rundir import RunDir, seed_everything
 
 PARAMS: dict[str, Any] = {
@@ -284,13 +284,13 @@ def test_the_preflight_meets_a_policy_that_is_not_the_reference(tmp_path: Path) 
 
 def test_prompts_are_repeated_where_sharing_is_impossible_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = forward_of(llama())
-    assert preference.choose_layout(forward, TREES, None) == (True, "")
-    assert preference.choose_layout(forward, TREES, "sliding window") == (False, "sliding window")
+    assert choose_layout(forward, TREES, None) == (True, "")
+    assert choose_layout(forward, TREES, "sliding window") == (False, "sliding window")
     real = Forward.micro
     monkeypatch.setattr(
         Forward, "micro", lambda self, trees, shared: real(self, trees, shared) + 0.1 * shared
     )
-    shared, reason = preference.choose_layout(forward, TREES, None)
+    shared, reason = choose_layout(forward, TREES, None)
     assert not shared and "0.1 nats" in reason
 
 

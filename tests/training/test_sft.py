@@ -32,6 +32,7 @@ from training.config import EngineParams, SftParams
 from training.engine import Engine
 from training.logprobs import AnswerLogprobs, answer_logprobs
 from training.models import load_causal
+from training.reference import Forward
 from training.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,8 +149,9 @@ def test_chosen_answers_stand_in_for_demonstrations(tmp_path: Path) -> None:
     assert [row.answer for row in rows] == ["yes", "yes.", "yes..", "yes..."]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_micro_batches_do_not_change_the_step(budget: int) -> None:
+def test_micro_batches_do_not_change_the_step(budget: int, shared: bool) -> None:
     trees, _ = sft.encode(
         byte_tokenizer(), [demonstration("ab" * n, f"say {n}") for n in range(1, 8)], SftParams()
     )
@@ -159,7 +161,8 @@ def test_micro_batches_do_not_change_the_step(budget: int) -> None:
         AnswerLogprobs(model), params.engine, lr=1e-3, total_steps=1, warmup=0.0, min_lr_share=1.0,
         weight_decay=0.0, clip_norm=1.0,
     )  # fmt: skip
-    loss, count = sft.train_step(engine, trees, params, 1)
+    forward = Forward(engine, 1, shared, budget, 1.0, "fp32")
+    loss, count = sft.train_step(forward, trees, params)
     assert count == sum(len(tree.answers[0]) for tree in trees)
     assert loss == pytest.approx(5.56, abs=0.2)
     assert engine.step().grad_norm == pytest.approx(self_norm(), rel=1e-5)
