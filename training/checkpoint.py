@@ -3,8 +3,11 @@
 A checkpoint is written into a hidden folder, audited, marked COMPLETE, synced and renamed: a reader finds
 it whole or not at all. It belongs to one run (a fingerprint of its configuration), is found by number, not
 by name or date, and holds every source of randomness, the counters that the program passes, the sizes of the
-deterministic logs, and a checksum of each file: a damaged one is passed over for the one before it. The last
-healthy one and the best one by score are never rotated away.
+deterministic logs, and a checksum of each file: a damaged one is passed over for the one before it.
+
+The last healthy one, to which a guard goes back, is never rotated away; nor is the best one by score, where
+the program gives scores (training/rl.py: the reward on held-out prompts). Nothing goes back to the best by
+itself: it is there for whoever looks at a run that went past its peak.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 
 from data.errors import InfrastructureError
 from training.engine import Engine
-from training.rundir import RunDir
+from training.rundir import RunDir, write_json
 
 COMPLETE = "COMPLETE"
 MARKER = {"step", "healthy", "score", "fingerprint", "offsets", "sizes", "sums"}
@@ -65,6 +68,14 @@ class Checkpoints:
             unfinished.rename(self._folder / name)
             _sync(self._folder)
             self._rotate()
+        self._engine.barrier()
+
+    def rate(self, step: int, score: float | None) -> None:
+        """Gives the checkpoint of a step the score that was not known when it was written; does nothing when
+        it is gone. What is decided by scores is which checkpoints stay, never where a run goes on."""
+        for marker in self._complete() if self._engine.first else ():
+            if marker["step"] == step:
+                write_json(self._path(marker) / COMPLETE, {**marker, "score": score})
         self._engine.barrier()
 
     def _seal(self, folder: Path, step: int, healthy: bool, score: float | None) -> None:

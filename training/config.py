@@ -150,7 +150,7 @@ class SftParams(Section):
         8, ge=0, description="prompts of the data on which it is seen whether answers come to an end; 0: none"
     )
     checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
     processes: int = Field(1, ge=1, description="ranks; one a GPU")
     threads: int = Field(
@@ -248,7 +248,7 @@ class RewardParams(Section):
     )
     gate: GateParams = Field(default_factory=GateParams)
     checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
     processes: int = Field(1, ge=1, description="ranks; one a GPU")
     threads: int = Field(
@@ -544,7 +544,13 @@ class OptimizeParams(Section):
         4, ge=1, description="batches of prompts that DAPO's dynamic sampling tries for one step"
     )
     held_out: int = Field(
-        32, ge=0, description="training prompts set apart: mean reward before and after, one sample each"
+        32, ge=0, description="training prompts set apart: their mean reward, one sample each, tells progress"
+    )
+    held_out_every: int = Field(
+        10,
+        ge=1,
+        description="steps between two looks at the held-out reward, each at the checkpoint then due "
+        "(and always before and after); each costs one answer a prompt of held_out",
     )
     lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
     precision: Precision = Field(
@@ -552,7 +558,9 @@ class OptimizeParams(Section):
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
     checkpoint_every: int = Field(5, ge=1, description="optimizer steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    keep: int = Field(
+        2, ge=1, description="checkpoints kept besides the last healthy and, on policy, the best held out"
+    )
     engine: EngineParams = Field(default_factory=EngineParams)
     processes: int = Field(1, ge=1, description="ranks; one a GPU")
     threads: int = Field(
