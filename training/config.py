@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -287,26 +287,21 @@ class RewardParams(Section):
 class KlParams(Section):
     """The leash to the reference policy; its weight is `optimize.beta`."""
 
-    where: Literal["reward", "loss"] = Field(
-        "reward", description="taken off the reward, or added to the loss"
+    where: Literal["reward", "loss"] | None = Field(
+        None,
+        description="taken off the reward, or added to the loss; null: as the algorithm has it, the loss for "
+        "GRPO and its kin, the reward for ppo, rloo and reinforce_pp",
     )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1",
-        description="k1 belongs into the reward, k2 into the loss; k3 in the loss is biased [2510.01555]",
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="null: k1 in the reward, k2 in the loss, whose gradients are the KL's; k3 in the loss, "
+        "GRPO's own, is biased [2510.01555]",
     )
     target: float = Field(
         0.1, gt=0, description="KL to the reference a sequence, in nats: guards and control aim at it"
     )
     adaptive: bool = Field(False, description="beta follows the measured KL towards target [1909.08593]")
     horizon: int = Field(10_000, ge=1, description="samples over which the adaptive beta moves by a factor")
-
-    @model_validator(mode="after")
-    def _estimator(self) -> Self:
-        if self.where == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "kl.where: loss with kl.estimator: k1 has no gradient in the mean; take k2 or k3"
-            )
-        return self
 
 
 class ClipParams(Section):
@@ -505,6 +500,9 @@ Algorithm = Literal[
     "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp",
     "dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo", "online_dpo",
 ]  # fmt: skip
+IN_LOSS: frozenset[str] = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo"})
+"""GRPO and its kin, with KL in the loss, if any [2402.03300]: in the reward GRPO would divide it by the
+deviation of the group, and beta would mean another thing for each prompt."""
 ON_PAIRS: frozenset[str] = frozenset({"dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo"})
 
 
@@ -531,7 +529,10 @@ class OptimizeParams(Section):
     clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay, matrices only")
     beta: float = Field(
-        0.05, ge=0, description="weight of the KL to the reference, in reward a nat; DPO's beta too"
+        0.05,
+        ge=0,
+        description="weight of the KL to the reference, in reward a nat; DPO's beta too; left out, dapo "
+        "has 0 [2503.14476]",
     )
     kl: KlParams = Field(default_factory=KlParams)
     clip: ClipParams = Field(default_factory=ClipParams)
@@ -567,8 +568,31 @@ class OptimizeParams(Section):
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_paper(cls, values: Any) -> Any:
+        """What is left out and has another default in the algorithm's paper."""
+        if isinstance(values, dict) and values.get("algorithm") == "dapo":
+            return {"beta": 0.0, **values}
+        return values
+
+    @property
+    def kl_where(self) -> Literal["reward", "loss"]:
+        """Where the KL goes: kl.where, or what the algorithm has."""
+        return self.kl.where or ("loss" if self.algorithm in IN_LOSS else "reward")
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """What estimates the KL: kl.estimator, or the one with the right gradient where it goes."""
+        return self.kl.estimator or ("k2" if self.kl_where == "loss" else "k1")
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.kl_where == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                f"kl.estimator: k1 with the KL in the loss (kl.where, or algorithm: {self.algorithm}) has no "
+                "gradient in the mean; take k2 or k3, or set kl.where: reward"
+            )
         alone = {"ppo", "reinforce_pp"} | ON_PAIRS
         if self.group < 2 and self.algorithm not in alone:
             raise ValueError(

@@ -1,6 +1,7 @@
 """On-policy optimisation: `python -m training.launch -m training.rl WORKDIR`.
 
     answers ~ policy, scores, reward = sum of weighted scores - penalties [- beta KL], advantage, update
+    [loss + beta KL]
 
 One program for RLOO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, REINFORCE++, PPO and online DPO: what distinguishes
 them are three functions by name, ADVANTAGES or TOKEN_ADVANTAGES (advantages.py), POLICY_LOSSES and
@@ -172,8 +173,8 @@ def signals(setting: Setting, found: Experience, beta: float) -> Signals:
     else:
         old_logp, value = found.rollout_logp, []
     log_ratios = kl.log_ratio(old_logp, ref_logp, found.mask)
-    token_kl = kl.KL_ESTIMATORS[params.kl.estimator](log_ratios)
-    weight = beta if params.kl.where == "reward" else 0.0
+    token_kl = kl.KL_ESTIMATORS[params.kl_estimator](log_ratios)
+    weight = beta if params.kl_where == "reward" else 0.0
     made = Signals(found.mask, torch.zeros(0, 0), ref_logp, found.rollout_logp)
     if several or critic:
         made.old_logp = old_logp
@@ -486,6 +487,7 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
         "start", prompts=len(setting.prompts), held_out=len(setting.held_out), steps=params.steps,
         precision=resolve(params.precision), shared_prompts=setting.learner.shared,
         kept_states=setting.learner.trunk is not None, preflight=measured,
+        kl={"where": params.kl_where, "estimator": params.kl_estimator},
         reference=digest(run.input("model")), template_hash=template_hash(setting.tok),
         judge_guard=setting.judge is not None,
     )  # fmt: skip
