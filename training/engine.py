@@ -146,9 +146,9 @@ class Engine:
         self.steps += 1
         return StepInfo(0.0, lr, True)
 
-    def step(self) -> StepInfo:
+    def step(self, decay: bool = True) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
-        divergence."""
+        divergence. `decay` False: weights without a gradient stay as they are."""
         if self.steps == 0:
             # What the backward pass has freed lies between gradients: the moments, made now, come on top.
             give_back()
@@ -156,6 +156,7 @@ class Engine:
         optimizer = self._optimizer if self._deepspeed is None else self._deepspeed.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr * group["factor"]
+            group["weight_decay"] = group["decay"] if decay else 0.0
         norm = self._torch_step() if self._deepspeed is None else self._deepspeed_step()
         finite = math.isfinite(norm)
         self.steps += 1
@@ -314,7 +315,7 @@ def _groups(
             )
             groups.setdefault(key, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "factor": factor}
+        {"params": parameters, "weight_decay": decay, "decay": decay, "factor": factor}
         for (decay, factor), parameters in groups.items()
     ]
 

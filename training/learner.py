@@ -159,7 +159,8 @@ class Learner:
         beta: float,
         policy: float = 1.0,
     ) -> tuple[StepInfo, dict[str, float]]:
-        """One optimizer step on some trees; `policy` 0 trains the value head only."""
+        """One optimizer step on some trees; `policy` 0 trains the value head only: nothing else moves, not
+        even by weight decay."""
         group = rolled.group
         rows = torch.tensor([index * group + sample for index in indices for sample in range(group)])
         aggregation = self._aggregation(signals.mask[rows.long()])
@@ -183,7 +184,7 @@ class Learner:
         if not some:
             return self.engine.skip(), total
         give_back()
-        return self.engine.step(), total
+        return self.engine.step(decay=policy > 0), total
 
     def update_pairs(
         self,
@@ -236,8 +237,9 @@ class Learner:
         """Loss of a micro batch as its share of the whole batch's, and its shares of the metrics."""
         params = self.params
         wants_entropy = params.ppo.entropy > 0
+        extra: dict[str, Any] = {} if policy > 0 else {"head_only": True}
         logp, entropy, *value = self.engine.module(
-            micro.batch, temperature=params.temperature, entropy=wants_entropy
+            micro.batch, temperature=params.temperature, entropy=wants_entropy, **extra
         )
         mask = micro.batch.mask & micro.take(signals.mask)
         old_logp = logp.detach() if signals.old_logp is None else micro.take(signals.old_logp)

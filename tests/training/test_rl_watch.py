@@ -197,3 +197,22 @@ def test_kl_moves_the_reward_only_where_it_belongs(opened: Any, algorithm: str, 
     assert start["kl"] == (
         {"where": "reward", "estimator": "k1"} if moves else {"where": "loss", "estimator": "k2"}
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_the_warm_up_of_the_value_moves_the_value_head_only(opened: Any, backend: str, lora: Any) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    setting = opened(
+        "ppo", ppo={"value_warmup": 2, "updates": 2, "entropy": 0.01}, lora=lora, weight_decay=0.1,
+        kl={"where": "loss"}, engine={"backend": backend},
+    )  # fmt: skip
+    _, state = rl.begin(setting)
+    policy, head = setting.learner.model, setting.engine.module.value_head
+    for step in range(1, STEPS + 1):
+        trunk = [weight.clone() for weight in policy.parameters()]
+        value = head.weight.clone()
+        assert rl.step_once(setting, state, step) is None
+        assert all(map(torch.equal, trunk, policy.parameters())) is (step <= 2), step
+        assert not torch.equal(value, head.weight)
