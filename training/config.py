@@ -63,6 +63,13 @@ class EngineParams(Section):
     nonfinite_limit: int = Field(
         3, ge=1, description="steps in a row with a non-finite gradient before training ends as divergence"
     )
+    nonfinite_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of a run's steps with one, in a row or not, over which it ends too; so many as "
+        "nonfinite_limit are too many in any run, fewer in none",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -121,6 +128,21 @@ def _check_engine(lora: LoraParams | None, engine: EngineParams, processes: int)
         )
 
 
+class SpikeParams(Section):
+    """Bounds of a healthy run on given data. A null bound turns its guard off."""
+
+    grad_norm: float | None = Field(
+        20.0, gt=1, description="gradient norm over its running median, as a factor"
+    )
+    loss: float | None = Field(
+        2.0, gt=1, description="mean loss of `window` steps over the first, as a factor"
+    )
+    window: int = Field(5, ge=1, description="steps that are averaged over, and before a guard speaks again")
+    action: Literal["warn", "lower_lr", "stop"] = Field(
+        "warn", description="a line in the journal; that and half the learning rate; or the end, a divergence"
+    )
+
+
 class SftParams(Section):
     """Supervised fine-tuning on demonstrations: cross-entropy of the answer's tokens, its EOS included."""
 
@@ -146,6 +168,7 @@ class SftParams(Section):
         "auto",
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
+    guards: SpikeParams = Field(default_factory=SpikeParams)
     stop_check: int = Field(
         8, ge=0, description="prompts of the data on which it is seen whether answers come to an end; 0: none"
     )
@@ -247,6 +270,7 @@ class RewardParams(Section):
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
     gate: GateParams = Field(default_factory=GateParams)
+    guards: SpikeParams = Field(default_factory=SpikeParams)
     checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
@@ -345,6 +369,7 @@ class PreferenceParams(Section):
     lam: float = Field(0.1, ge=0, description="ORPO's weight of the odds ratio [2403.07691]")
     desirable: float = Field(1.0, gt=0, description="KTO's weight of wanted answers [2402.01306]")
     undesirable: float = Field(1.0, gt=0, description="KTO's weight of unwanted answers")
+    guards: SpikeParams = Field(default_factory=SpikeParams)
 
 
 class ScorerParams(Section):

@@ -94,6 +94,8 @@ class Engine:
         self.steps = 0
         self.nonfinite = 0
         """Steps in a row whose gradient was not finite."""
+        self.nonfinite_total = 0
+        """All steps whose gradient was not finite."""
         self._schedule = (lr, total_steps, max(1, round(warmup * total_steps)) if warmup else 0, min_lr_share)
         self._scale = 1.0
         self._clip = clip_norm
@@ -161,9 +163,12 @@ class Engine:
         finite = math.isfinite(norm)
         self.steps += 1
         self.nonfinite = 0 if finite else self.nonfinite + 1
-        if self.nonfinite >= self.params.nonfinite_limit:
+        self.nonfinite_total += not finite
+        limit, share, planned = self.params.nonfinite_limit, self.params.nonfinite_share, self._schedule[1]
+        if self.nonfinite >= limit or self.nonfinite_total > max(limit - 1, share * planned):
             raise DivergenceError(
-                f"the gradient was not finite in {self.nonfinite} steps in a row (engine.nonfinite_limit); "
+                f"the gradient was not finite in {self.nonfinite} steps in a row (engine.nonfinite_limit: "
+                f"{limit}), in {self.nonfinite_total} of {planned} in all (engine.nonfinite_share: {share}); "
                 "lower lr, or look for broken rows or rewards; the last checkpoint is unharmed"
             )
         return StepInfo(norm, lr, finite)
@@ -257,8 +262,11 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Writes weights that train, optimizer state, schedule and the world size; every rank calls it."""
-        own = {"steps": self.steps, "scale": self._scale, "nonfinite": self.nonfinite, "world": self.world}
-        own["parts"] = self.params.tensor_parallel
+        own: dict[str, Any] = {"steps": self.steps, "scale": self._scale, "world": self.world}
+        own |= {
+            "parts": self.params.tensor_parallel,
+            "nonfinite": [self.nonfinite, self.nonfinite_total],
+        }
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
@@ -297,7 +305,8 @@ class Engine:
                     if parameter.requires_grad:
                         parameter.copy_(state["module"][name])
             self._optimizer.load_state_dict(state["optimizer"])
-        self.steps, self._scale, self.nonfinite = own["steps"], own["scale"], own["nonfinite"]
+        self.steps, self._scale = own["steps"], own["scale"]
+        self.nonfinite, self.nonfinite_total = own["nonfinite"]
 
 
 def _groups(
