@@ -25,7 +25,7 @@ from typing import Any
 import numpy
 import torch
 
-from data.errors import InfrastructureError
+from data.errors import ConfigurationError, InfrastructureError
 from training.engine import Engine
 from training.rundir import RunDir, write_json
 
@@ -100,11 +100,28 @@ class Checkpoints:
         _sync(folder / COMPLETE)
 
     def resume(self) -> tuple[int, dict[str, Any]] | None:
-        """Goes back to the newest complete checkpoint: engine, randomness, logs; None when there is none
-        yet."""
-        for marker in reversed(self._complete()):
+        """Goes back to the newest complete checkpoint whose logs are whole: engine, randomness, logs; None
+        when there is none yet. ConfigurationError when it was written by another number of ranks, or when
+        lines of the logs are lost that all checkpoints have seen."""
+        complete, lost = self._complete(), ""
+        for marker in reversed(complete):
             if self._undamaged(marker):
-                return self._load(marker)
+                lost = self._run.lost(marker["offsets"])
+                if not lost:
+                    return self._load(marker)
+                print(f"{self._path(marker)}: {lost}; an earlier checkpoint is looked for", flush=True)
+        if lost:
+            raise ConfigurationError(
+                f"{self._folder}: {lost}, and no earlier checkpoint is left: a run that went on would have a "
+                "gap in its logs; put the file back, or remove the run's work folder to start anew"
+            )
+        strangers = len(list(self._folder.glob("step-*"))) - len(complete)
+        if strangers and not complete:
+            print(
+                f"{self._folder}: {strangers} checkpoints are of another configuration, or torn; the run "
+                "starts anew, and they go when it writes its own",
+                flush=True,
+            )
         self._run.rewind({})
         return None
 
@@ -198,7 +215,13 @@ class Checkpoints:
 
 
 def _fingerprint(config: Mapping[str, Any]) -> str:
-    """What makes a checkpoint this run's: stage, program, parameters, seed and inputs."""
+    """What makes a checkpoint this run's: stage, program, parameters, seed and inputs. Not the number of
+    ranks: `Engine.load` compares it, so that another one is refused and not taken for another run."""
+    params = dict(config["params"])
+    params.pop("processes", None)
+    if isinstance(params.get("engine"), Mapping):
+        params["engine"] = {k: v for k, v in params["engine"].items() if k != "tensor_parallel"}
+    config = {**config, "params": params}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 

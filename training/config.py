@@ -175,7 +175,7 @@ class SftParams(Section):
     checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
     threads: int = Field(
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
@@ -274,7 +274,7 @@ class RewardParams(Section):
     checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
     threads: int = Field(
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
@@ -588,7 +588,7 @@ class OptimizeParams(Section):
         2, ge=1, description="checkpoints kept besides the last healthy and, on policy, the best held out"
     )
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
     threads: int = Field(
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
