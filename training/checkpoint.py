@@ -83,7 +83,7 @@ class Checkpoints:
         sizes, sums = {}, {}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             if file.suffix == ".pt":
-                _audit(file)
+                _audit(file, self._engine)
             _sync(file)
             name = file.relative_to(folder).as_posix()
             sizes[name], sums[name] = file.stat().st_size, _checksum(file)
@@ -244,11 +244,17 @@ def _restore(state: Mapping[str, Any]) -> None:
         torch.get_device_module().set_rng_state(state["accelerator"])
 
 
-def _audit(file: Path) -> None:
-    """Reads a file back: no non-finite number in any tensor."""
-    for tensor in _tensors(torch.load(file, map_location="cpu", weights_only=False)):
+def _audit(file: Path, engine: Engine) -> None:
+    """Reads a file back: no non-finite number in any tensor, and the weights are the trained ones."""
+    state = torch.load(file, map_location="cpu", weights_only=False)
+    for tensor in _tensors(state):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise InfrastructureError(f"{file}: holds a non-finite number; the checkpoint was not kept")
+    fault = engine.unlike(state)
+    if fault:
+        raise InfrastructureError(
+            f"{file}: read back, {fault}; the checkpoint was not kept: the disk may be full or failing"
+        )
 
 
 def _checksum(file: Path) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -278,6 +278,23 @@ class Engine:
         if self.first:
             torch.save(own, folder / "schedule.pt")
         self.barrier()
+
+    def unlike(self, state: Any) -> str:
+        """What a file of `save`, read back, has of the trained weights that is not theirs bit for bit: a name
+        and the fault, or nothing. The same weights give the same logits, so none are computed. Not seen:
+        weights in parts (ZeRO-3, tensor parallel)."""
+        module = state.get("module") if isinstance(state, Mapping) else None
+        if not module or self.params.zero == 3 or self.params.tensor_parallel > 1:
+            return ""
+        for name, own in self._module.named_parameters():
+            if own.requires_grad:
+                if name not in module:
+                    return f"{name} is missing"
+                if module[name].numel() == 0:
+                    return f"{name} is empty"
+                if not torch.equal(module[name], own.detach().to(module[name].device)):
+                    return f"{name} is not what was trained"
+        return ""
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, bit for bit; another number of ranks is refused."""

@@ -230,3 +230,39 @@ def test_lost_lines_of_a_log_give_way_to_the_checkpoint_that_has_them_all(
     with pytest.raises(ConfigurationError, match=rf"{name} holds 0 bytes, .* put the file back"):
         make(tmp_path)[2].resume()
     assert names(run) == ["step-00000001", "step-00000002"]
+
+
+FAULTS: dict[str, Any] = {
+    "is missing": lambda module: module.pop("weight"),
+    "is empty": lambda module: module.update(weight=torch.zeros(0, 3)),
+    "is not what was trained": lambda module: module["weight"][0].mul_(1 + 1e-6),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+def test_weights_that_read_back_otherwise_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, backend: str
+) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    run, _, _ = make(tmp_path)
+    engine = Engine(torch.nn.Linear(3, 2), EngineParams.model_validate({"backend": backend}), **OPTIONS)
+    checkpoints = Checkpoints(run, engine, 2)
+    step(engine)
+    checkpoints.save(1, {})
+    save = Engine.save
+
+    def broken(self: Engine, folder: Path) -> None:
+        save(self, folder)
+        names = ("engine.pt", "mp_rank_00_model_states.pt")
+        (file,) = [path for path in folder.rglob("*.pt") if path.name in names]
+        state = torch.load(file, weights_only=False)
+        FAULTS[fault](state["module"])
+        torch.save(state, file)
+
+    monkeypatch.setattr(Engine, "save", broken)
+    with pytest.raises(InfrastructureError, match=f"weight {fault}; the checkpoint was not kept"):
+        checkpoints.save(2, {})
+    assert (tmp_path / "checkpoints" / "step-00000001" / "COMPLETE").exists()
+    assert not (tmp_path / "checkpoints" / "step-00000002").exists()
