@@ -225,7 +225,7 @@ class Learner:
     def _useful(self, signals: Signals, indices: Sequence[int], group: int, beta: float) -> list[int]:
         """Trees from which any gradient comes; they are all counted, but the others need no computing."""
         params = self.params
-        everything = signals.returns is not None or params.ppo.entropy > 0
+        everything = signals.returns is not None or params.entropy > 0
         if everything or (params.kl_where == "loss" and beta > 0):
             return list(indices)
         alive = (signals.advantage != 0).any(1) & signals.mask.any(1)
@@ -236,7 +236,7 @@ class Learner:
     ) -> tuple[Tensor, dict[str, float]]:
         """Loss of a micro batch as its share of the whole batch's, and its shares of the metrics."""
         params = self.params
-        wants_entropy = params.ppo.entropy > 0
+        wants_entropy = params.entropy > 0
         extra: dict[str, Any] = {} if policy > 0 else {"head_only": True}
         logp, entropy, *value = self.engine.module(
             micro.batch, temperature=params.temperature, entropy=wants_entropy, **extra
@@ -272,7 +272,7 @@ class Learner:
             "approx_kl": float(kl.k3(kl.log_ratio(old_logp, logp.detach(), mask)).sum()) / tokens,
         }
         if entropy is not None:
-            bonus = losses.entropy_loss(entropy, mask, weight, coefficient=params.ppo.entropy, count=count)
+            bonus = losses.entropy_loss(entropy, mask, weight, coefficient=params.entropy, count=count)
             loss = loss + policy * bonus.loss
             parts["entropy_exact"] = float(bonus.terms.sum()) / tokens
         if value:

@@ -219,7 +219,7 @@ def update(setting: Setting, found: Experience, made: Signals, beta: float, step
             continue
         break
     wanted = ["loss", "ratio_clipped", "approx_kl", "grad_norm", "lr"]
-    wanted += ["entropy_exact"] if params.ppo.entropy > 0 else []
+    wanted += ["entropy_exact"] if params.entropy > 0 else []
     wanted += ["value_loss"] if made.returns is not None else []
     values = {name: sum(part[name] for part in parts) / len(parts) for name in wanted}
     # Of the first pass alone: later ones compare a policy that has moved.

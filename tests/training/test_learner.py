@@ -15,7 +15,7 @@ from training.config import OptimizeParams
 from training.engine import Engine
 from training.learner import Learner, Rolled, Signals
 from training.logprobs import AnswerLogprobs, answer_logprobs
-from training.losses import POLICY_LOSSES
+from training.losses import AGGREGATION_OF, POLICY_LOSSES
 from training.models import reference
 from training.value import ActorCritic
 
@@ -76,13 +76,13 @@ def gradient(own: Learner, made: Signals, beta: float, policy: float = 1.0) -> d
     found: dict[str, Tensor] = {}
     step = own.engine.step
 
-    def look() -> Any:
+    def look(decay: bool = True) -> Any:
         found.update(
             (name, weight.grad.clone())
             for name, weight in own.engine.module.named_parameters()
             if weight.grad is not None
         )
-        return step()
+        return step(decay)
 
     own.engine.step = look  # type: ignore[method-assign]
     own.update(Rolled(TREES), made, range(len(TREES)), beta, policy)
@@ -140,3 +140,38 @@ def test_a_kl_that_a_guard_has_switched_on_reaches_groups_without_any_difference
     assert gradient(own, made, 0.0) == {}
     again = learner("dapo")
     assert any(bool(value.any()) for value in gradient(again, made, 0.2).values())
+
+
+def test_ppo_has_an_entropy_bonus_and_the_others_have_none() -> None:
+    found = {name: OptimizeParams.model_validate({"algorithm": name}).entropy for name in POLICY_LOSSES}
+    assert found.pop("ppo") == 0.01 and set(found.values()) == {0.0}
+    for algorithm in ("ppo", "rloo"):
+        off = OptimizeParams.model_validate({"algorithm": algorithm, "ppo": {"entropy": 0.0}})
+        assert off.entropy == 0.0
+
+
+@pytest.mark.parametrize("algorithm", sorted(POLICY_LOSSES))
+def test_the_entropy_bonus_is_its_own_gradient_in_every_algorithm(algorithm: str) -> None:
+    """The part that the bonus adds, against the entropies of whole rows of logits, by plain autograd."""
+    parts = []
+    for weight in (0.0, 0.3):
+        own = learner(algorithm, ppo={"entropy": weight})
+        parts.append(gradient(own, signals(own), 0.0))
+    own = learner(algorithm)
+    answers = [(tree.prompt, answer) for tree in TREES for answer in tree.answers]
+    known = [row for row in range(ROWS) if row != 4]
+    tokens = sum(len(answers[row][1]) for row in known)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in known:
+        prompt, answer = answers[row]
+        logits = own.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        entropy = torch.distributions.Categorical(logits=logits).entropy().sum()
+        share = {
+            "token_mean": tokens, "sequence_mean": len(known) * len(answer), "sequence_sum": len(known),
+            "fixed_length": len(known) * WIDTH,
+        }[AGGREGATION_OF[algorithm]]  # fmt: skip
+        total = total - 0.3 * entropy / share
+    total.backward()
+    for name, value in own.engine.module.named_parameters():
+        if value.grad is not None:
+            assert torch.allclose(parts[1][name] - parts[0][name], value.grad, atol=1e-9), name
