@@ -51,6 +51,8 @@ def test_defaults_survive_json(section: type[BaseModel]) -> None:
         (OptimizeParams, {"algorithm": "grpo", "kl": {"estimator": "k1"}}, "set kl.where: reward"),
         (OptimizeParams, {"group": 1}, "group must be >= 2"),
         (OptimizeParams, {"algorithm": "dpo", "beta": 0.0}, "beta > 0"),
+        (OptimizeParams, {"algorithm": "online_dpo", "beta": 0.0}, "online_dpo needs beta > 0"),
+        (OptimizeParams, {"prompts": 5, "processes": 2, "ppo": {"minibatches": 3}}, "5 prompts, 2 processes"),
     ],
 )
 def test_impossible_values_are_refused(section: type[BaseModel], values: dict[str, Any], says: str) -> None:
@@ -80,6 +82,12 @@ def test_kl_goes_where_the_algorithm_has_it(values: dict[str, Any], expected: tu
 def test_sections_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         SftParams().lr = 1.0  # type: ignore[misc]
+
+
+def test_a_mini_batch_a_prompt_is_the_most_and_orpo_needs_no_beta() -> None:
+    most = {"prompts": 5, "processes": 2, "ppo": {"minibatches": 2}}
+    assert OptimizeParams.model_validate(most).ppo.minibatches == 2
+    assert OptimizeParams(algorithm="orpo", beta=0.0).beta == 0.0
 
 
 def test_ppo_may_have_a_single_sample() -> None:
