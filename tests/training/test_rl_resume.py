@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from training.config import OptimizeParams
 from training.engine import connect
 from training.rundir import RunDir, seed_everything
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 OTHERS = ("kl", "length", "length_corr", "repetition", "entropy", "clipped", "zero_variance", "grad_norm",
           "value_loss", "copying", "phrase")  # fmt: skip
@@ -172,3 +177,33 @@ def test_the_held_out_reward_is_never_normalised(tmp_path: Path) -> None:
         for scorer in setting.scoring.scorers:
             scorer.close()
     assert found[0] is not None and found[0] > 0.01 and found == [found[0]] * 3
+
+
+def launch(path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "training.launch", "-m", "training.rl", str(path)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def lines(path: Path) -> int:
+    file = path / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, backend: str) -> None:
+    changes: dict[str, Any] = {"steps": 40, "held_out_every": 1, "engine": {"backend": backend}}
+    whole, cut = prepare(tmp_path / "whole", **changes), prepare(tmp_path / "cut", **changes)
+    assert launch(whole).wait(timeout=300) == 0
+    for least in (3, 9):
+        process = launch(cut)
+        end = time.monotonic() + 180
+        while lines(cut) < least:
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        time.sleep(2)  # its worker ends with it
+    assert lines(cut) < 40
+    assert launch(cut).wait(timeout=300) == 0
+    assert_same(cut, whole)
