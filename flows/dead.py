@@ -77,7 +77,10 @@ def _preference(*names: str) -> tuple[str, ...]:
     return tuple(f"optimize.preference.{name}" for name in names)
 
 
-_SAMPLING = ("rewards", "guards", "group", "max_new_tokens", "held_out", "rounds", "generator", "ppo", "clip")
+_SAMPLING = (
+    "rewards", "guards", "group", "max_new_tokens", "held_out", "held_out_every", "rounds", "generator",
+    "ppo", "clip",
+)  # fmt: skip
 _KL = ("where", "estimator", "adaptive", "horizon")
 RULES: tuple[Rule, ...] = (
     Rule(tuple(f"optimize.{name}" for name in _SAMPLING), _on_pairs, "the algorithm trains on pairs"),
@@ -87,6 +90,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_preference("gamma"), _loss_ignores("gamma"), "only simpo has a target margin"),
     Rule(_preference("lam"), _loss_ignores("lam"), "only orpo weighs an odds ratio"),
     Rule(_preference("desirable", "undesirable"), _not("kto"), "only kto weighs answers by wish"),
+    Rule(("optimize.held_out_every",), lambda p: p.optimize.held_out == 0, "no prompt is set apart"),
     Rule(("optimize.rounds",), _not("dapo"), "only dapo samples again"),
     Rule(_ppo("lam", "value_coef", "value_warmup"), _not("ppo"), "only ppo has a critic"),
     Rule(("optimize.clip.value",), _not("ppo"), "only ppo has a critic"),

@@ -3,8 +3,11 @@
 A checkpoint is written into a hidden folder, audited, marked COMPLETE, synced and renamed: a reader finds
 it whole or not at all. It belongs to one run (a fingerprint of its configuration), is found by number, not
 by name or date, and holds every source of randomness, the counters that the program passes, the sizes of the
-deterministic logs, and a checksum of each file: a damaged one is passed over for the one before it. The last
-healthy one and the best one by score are never rotated away.
+deterministic logs, and a checksum of each file: a damaged one is passed over for the one before it.
+
+The last healthy one, to which a guard goes back, is never rotated away; nor is the best one by score, where
+the program gives scores (training/rl.py: the reward on held-out prompts). Nothing goes back to the best by
+itself: it is there for whoever looks at a run that went past its peak.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from typing import Any
 import numpy
 import torch
 
-from data.errors import InfrastructureError
+from data.errors import ConfigurationError, InfrastructureError
 from training.engine import Engine
-from training.rundir import RunDir
+from training.rundir import RunDir, write_json
 
 COMPLETE = "COMPLETE"
 MARKER = {"step", "healthy", "score", "fingerprint", "offsets", "sizes", "sums"}
@@ -67,12 +70,20 @@ class Checkpoints:
             self._rotate()
         self._engine.barrier()
 
+    def rate(self, step: int, score: float | None) -> None:
+        """Gives the checkpoint of a step the score that was not known when it was written; does nothing when
+        it is gone. What is decided by scores is which checkpoints stay, never where a run goes on."""
+        for marker in self._complete() if self._engine.first else ():
+            if marker["step"] == step:
+                write_json(self._path(marker) / COMPLETE, {**marker, "score": score})
+        self._engine.barrier()
+
     def _seal(self, folder: Path, step: int, healthy: bool, score: float | None) -> None:
         """Audits every file and writes the marker last."""
         sizes, sums = {}, {}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             if file.suffix == ".pt":
-                _audit(file)
+                _audit(file, self._engine)
             _sync(file)
             name = file.relative_to(folder).as_posix()
             sizes[name], sums[name] = file.stat().st_size, _checksum(file)
@@ -89,11 +100,28 @@ class Checkpoints:
         _sync(folder / COMPLETE)
 
     def resume(self) -> tuple[int, dict[str, Any]] | None:
-        """Goes back to the newest complete checkpoint: engine, randomness, logs; None when there is none
-        yet."""
-        for marker in reversed(self._complete()):
+        """Goes back to the newest complete checkpoint whose logs are whole: engine, randomness, logs; None
+        when there is none yet. ConfigurationError when it was written by another number of ranks, or when
+        lines of the logs are lost that all checkpoints have seen."""
+        complete, lost = self._complete(), ""
+        for marker in reversed(complete):
             if self._undamaged(marker):
-                return self._load(marker)
+                lost = self._run.lost(marker["offsets"])
+                if not lost:
+                    return self._load(marker)
+                print(f"{self._path(marker)}: {lost}; an earlier checkpoint is looked for", flush=True)
+        if lost:
+            raise ConfigurationError(
+                f"{self._folder}: {lost}, and no earlier checkpoint is left: a run that went on would have a "
+                "gap in its logs; put the file back, or remove the run's work folder to start anew"
+            )
+        strangers = len(list(self._folder.glob("step-*"))) - len(complete)
+        if strangers and not complete:
+            print(
+                f"{self._folder}: {strangers} checkpoints are of another configuration, or torn; the run "
+                "starts anew, and they go when it writes its own",
+                flush=True,
+            )
         self._run.rewind({})
         return None
 
@@ -187,7 +215,13 @@ class Checkpoints:
 
 
 def _fingerprint(config: Mapping[str, Any]) -> str:
-    """What makes a checkpoint this run's: stage, program, parameters, seed and inputs."""
+    """What makes a checkpoint this run's: stage, program, parameters, seed and inputs. Not the number of
+    ranks: `Engine.load` compares it, so that another one is refused and not taken for another run."""
+    params = dict(config["params"])
+    params.pop("processes", None)
+    if isinstance(params.get("engine"), Mapping):
+        params["engine"] = {k: v for k, v in params["engine"].items() if k != "tensor_parallel"}
+    config = {**config, "params": params}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
@@ -210,11 +244,17 @@ def _restore(state: Mapping[str, Any]) -> None:
         torch.get_device_module().set_rng_state(state["accelerator"])
 
 
-def _audit(file: Path) -> None:
-    """Reads a file back: no non-finite number in any tensor."""
-    for tensor in _tensors(torch.load(file, map_location="cpu", weights_only=False)):
+def _audit(file: Path, engine: Engine) -> None:
+    """Reads a file back: no non-finite number in any tensor, and the weights are the trained ones."""
+    state = torch.load(file, map_location="cpu", weights_only=False)
+    for tensor in _tensors(state):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise InfrastructureError(f"{file}: holds a non-finite number; the checkpoint was not kept")
+    fault = engine.unlike(state)
+    if fault:
+        raise InfrastructureError(
+            f"{file}: read back, {fault}; the checkpoint was not kept: the disk may be full or failing"
+        )
 
 
 def _checksum(file: Path) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -62,6 +62,13 @@ class EngineParams(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon; PPO's details ask for 1e-5")
     nonfinite_limit: int = Field(
         3, ge=1, description="steps in a row with a non-finite gradient before training ends as divergence"
+    )
+    nonfinite_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of a run's steps with one, in a row or not, over which it ends too; so many as "
+        "nonfinite_limit are too many in any run, fewer in none",
     )
 
     @model_validator(mode="after")
@@ -121,6 +128,21 @@ def _check_engine(lora: LoraParams | None, engine: EngineParams, processes: int)
         )
 
 
+class SpikeParams(Section):
+    """Bounds of a healthy run on given data. A null bound turns its guard off."""
+
+    grad_norm: float | None = Field(
+        20.0, gt=1, description="gradient norm over its running median, as a factor"
+    )
+    loss: float | None = Field(
+        2.0, gt=1, description="mean loss of `window` steps over the first, as a factor"
+    )
+    window: int = Field(5, ge=1, description="steps that are averaged over, and before a guard speaks again")
+    action: Literal["warn", "lower_lr", "stop"] = Field(
+        "warn", description="a line in the journal; that and half the learning rate; or the end, a divergence"
+    )
+
+
 class SftParams(Section):
     """Supervised fine-tuning on demonstrations: cross-entropy of the answer's tokens, its EOS included."""
 
@@ -146,13 +168,14 @@ class SftParams(Section):
         "auto",
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
+    guards: SpikeParams = Field(default_factory=SpikeParams)
     stop_check: int = Field(
         8, ge=0, description="prompts of the data on which it is seen whether answers come to an end; 0: none"
     )
     checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
     threads: int = Field(
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
@@ -247,10 +270,11 @@ class RewardParams(Section):
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
     gate: GateParams = Field(default_factory=GateParams)
+    guards: SpikeParams = Field(default_factory=SpikeParams)
     checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
     threads: int = Field(
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
@@ -287,26 +311,21 @@ class RewardParams(Section):
 class KlParams(Section):
     """The leash to the reference policy; its weight is `optimize.beta`."""
 
-    where: Literal["reward", "loss"] = Field(
-        "reward", description="taken off the reward, or added to the loss"
+    where: Literal["reward", "loss"] | None = Field(
+        None,
+        description="taken off the reward, or added to the loss; null: as the algorithm has it, the loss for "
+        "GRPO and its kin, the reward for ppo, rloo and reinforce_pp",
     )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1",
-        description="k1 belongs into the reward, k2 into the loss; k3 in the loss is biased [2510.01555]",
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="null: k1 in the reward, k2 in the loss, whose gradients are the KL's; k3 in the loss, "
+        "GRPO's own, is biased [2510.01555]",
     )
     target: float = Field(
         0.1, gt=0, description="KL to the reference a sequence, in nats: guards and control aim at it"
     )
     adaptive: bool = Field(False, description="beta follows the measured KL towards target [1909.08593]")
     horizon: int = Field(10_000, ge=1, description="samples over which the adaptive beta moves by a factor")
-
-    @model_validator(mode="after")
-    def _estimator(self) -> Self:
-        if self.where == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "kl.where: loss with kl.estimator: k1 has no gradient in the mean; take k2 or k3"
-            )
-        return self
 
 
 class ClipParams(Section):
@@ -332,7 +351,12 @@ class PpoParams(Section):
     lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda [1506.02438]")
     value_coef: float = Field(0.5, ge=0, description="weight of the value loss")
     value_warmup: int = Field(0, ge=0, description="first steps that train the value head only")
-    entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus; the field's default is .01")
+    entropy: float | None = Field(
+        None,
+        ge=0,
+        description="weight of the entropy bonus, in any algorithm with a policy ratio; null: .01 in ppo "
+        "[1707.06347], 0 in the others; above 0 the LM head's part of an update takes about twice the time",
+    )
     stop_kl: float | None = Field(
         None, gt=0, description="KL to the old policy that ends the passes early, nats a token"
     )
@@ -350,6 +374,7 @@ class PreferenceParams(Section):
     lam: float = Field(0.1, ge=0, description="ORPO's weight of the odds ratio [2403.07691]")
     desirable: float = Field(1.0, gt=0, description="KTO's weight of wanted answers [2402.01306]")
     undesirable: float = Field(1.0, gt=0, description="KTO's weight of unwanted answers")
+    guards: SpikeParams = Field(default_factory=SpikeParams)
 
 
 class ScorerParams(Section):
@@ -505,6 +530,9 @@ Algorithm = Literal[
     "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp",
     "dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo", "online_dpo",
 ]  # fmt: skip
+IN_LOSS: frozenset[str] = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo"})
+"""GRPO and its kin, with KL in the loss, if any [2402.03300]: in the reward GRPO would divide it by the
+deviation of the group, and beta would mean another thing for each prompt."""
 ON_PAIRS: frozenset[str] = frozenset({"dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo"})
 
 
@@ -531,7 +559,10 @@ class OptimizeParams(Section):
     clip_norm: float = Field(1.0, gt=0, description="bound of the global gradient norm")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay, matrices only")
     beta: float = Field(
-        0.05, ge=0, description="weight of the KL to the reference, in reward a nat; DPO's beta too"
+        0.05,
+        ge=0,
+        description="weight of the KL to the reference, in reward a nat; DPO's beta too; left out, dapo "
+        "has 0 [2503.14476]",
     )
     kl: KlParams = Field(default_factory=KlParams)
     clip: ClipParams = Field(default_factory=ClipParams)
@@ -544,7 +575,13 @@ class OptimizeParams(Section):
         4, ge=1, description="batches of prompts that DAPO's dynamic sampling tries for one step"
     )
     held_out: int = Field(
-        32, ge=0, description="training prompts set apart: mean reward before and after, one sample each"
+        32, ge=0, description="training prompts set apart: their mean reward, one sample each, tells progress"
+    )
+    held_out_every: int = Field(
+        10,
+        ge=1,
+        description="steps between two looks at the held-out reward, each at the checkpoint then due "
+        "(and always before and after); each costs one answer a prompt of held_out",
     )
     lora: LoraParams | None = Field(default_factory=LoraParams, description="null: all weights are trained")
     precision: Precision = Field(
@@ -552,15 +589,47 @@ class OptimizeParams(Section):
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
     checkpoint_every: int = Field(5, ge=1, description="optimizer steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy and the best")
+    keep: int = Field(
+        2, ge=1, description="checkpoints kept besides the last healthy and, on policy, the best held out"
+    )
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
     threads: int = Field(
         1, ge=1, description="CPU threads a rank; a different number may change the last bits"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_paper(cls, values: Any) -> Any:
+        """What is left out and has another default in the algorithm's paper."""
+        if isinstance(values, dict) and values.get("algorithm") == "dapo":
+            return {"beta": 0.0, **values}
+        return values
+
+    @property
+    def kl_where(self) -> Literal["reward", "loss"]:
+        """Where the KL goes: kl.where, or what the algorithm has."""
+        return self.kl.where or ("loss" if self.algorithm in IN_LOSS else "reward")
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """What estimates the KL: kl.estimator, or the one with the right gradient where it goes."""
+        return self.kl.estimator or ("k2" if self.kl_where == "loss" else "k1")
+
+    @property
+    def entropy(self) -> float:
+        """Weight of the entropy bonus: ppo.entropy, or what the algorithm has."""
+        if self.ppo.entropy is not None:
+            return self.ppo.entropy
+        return 0.01 if self.algorithm == "ppo" else 0.0
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.kl_where == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                f"kl.estimator: k1 with the KL in the loss (kl.where, or algorithm: {self.algorithm}) has no "
+                "gradient in the mean; take k2 or k3, or set kl.where: reward"
+            )
         alone = {"ppo", "reinforce_pp"} | ON_PAIRS
         if self.group < 2 and self.algorithm not in alone:
             raise ValueError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,6 +96,8 @@ class Engine:
         self.steps = 0
         self.nonfinite = 0
         """Steps in a row whose gradient was not finite."""
+        self.nonfinite_total = 0
+        """All steps whose gradient was not finite."""
         self._schedule = (lr, total_steps, max(1, round(warmup * total_steps)) if warmup else 0, min_lr_share)
         self._scale = 1.0
         self._clip = clip_norm
@@ -149,9 +151,9 @@ class Engine:
         self.steps += 1
         return StepInfo(0.0, lr, True)
 
-    def step(self) -> StepInfo:
+    def step(self, decay: bool = True) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
-        divergence."""
+        divergence. `decay` False: weights without a gradient stay as they are."""
         if self.steps == 0:
             # What the backward pass has freed lies between gradients: the moments, made now, come on top.
             give_back()
@@ -159,13 +161,17 @@ class Engine:
         optimizer = self._optimizer if self._deepspeed is None else self._deepspeed.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr * group["factor"]
+            group["weight_decay"] = group["decay"] if decay else 0.0
         norm = self._torch_step() if self._deepspeed is None else self._deepspeed_step()
         finite = math.isfinite(norm)
         self.steps += 1
         self.nonfinite = 0 if finite else self.nonfinite + 1
-        if self.nonfinite >= self.params.nonfinite_limit:
+        self.nonfinite_total += not finite
+        limit, share, planned = self.params.nonfinite_limit, self.params.nonfinite_share, self._schedule[1]
+        if self.nonfinite >= limit or self.nonfinite_total > max(limit - 1, share * planned):
             raise DivergenceError(
-                f"the gradient was not finite in {self.nonfinite} steps in a row (engine.nonfinite_limit); "
+                f"the gradient was not finite in {self.nonfinite} steps in a row (engine.nonfinite_limit: "
+                f"{limit}), in {self.nonfinite_total} of {planned} in all (engine.nonfinite_share: {share}); "
                 "lower lr, or look for broken rows or rewards; the last checkpoint is unharmed"
             )
         return StepInfo(norm, lr, finite)
@@ -259,8 +265,11 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Writes weights that train, optimizer state, schedule and the world size; every rank calls it."""
-        own = {"steps": self.steps, "scale": self._scale, "nonfinite": self.nonfinite, "world": self.world}
-        own["parts"] = self.params.tensor_parallel
+        own: dict[str, Any] = {"steps": self.steps, "scale": self._scale, "world": self.world}
+        own |= {
+            "parts": self.params.tensor_parallel,
+            "nonfinite": [self.nonfinite, self.nonfinite_total],
+        }
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
@@ -272,6 +281,23 @@ class Engine:
         if self.first:
             torch.save(own, folder / "schedule.pt")
         self.barrier()
+
+    def unlike(self, state: Any) -> str:
+        """What a file of `save`, read back, has of the trained weights that is not theirs bit for bit: a name
+        and the fault, or nothing. The same weights give the same logits, so none are computed. Not seen:
+        weights in parts (ZeRO-3, tensor parallel)."""
+        module = state.get("module") if isinstance(state, Mapping) else None
+        if not module or self.params.zero == 3 or self.params.tensor_parallel > 1:
+            return ""
+        for name, own in self._module.named_parameters():
+            if own.requires_grad:
+                if name not in module:
+                    return f"{name} is missing"
+                if module[name].numel() == 0:
+                    return f"{name} is empty"
+                if not torch.equal(module[name], own.detach().to(module[name].device)):
+                    return f"{name} is not what was trained"
+        return ""
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, bit for bit; another number of ranks is refused."""
@@ -299,7 +325,8 @@ class Engine:
                     if parameter.requires_grad:
                         parameter.copy_(state["module"][name])
             self._optimizer.load_state_dict(state["optimizer"])
-        self.steps, self._scale, self.nonfinite = own["steps"], own["scale"], own["nonfinite"]
+        self.steps, self._scale = own["steps"], own["scale"]
+        self.nonfinite, self.nonfinite_total = own["nonfinite"]
 
 
 def _groups(
@@ -317,7 +344,7 @@ def _groups(
             )
             groups.setdefault(key, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "factor": factor}
+        {"params": parameters, "weight_decay": decay, "decay": decay, "factor": factor}
         for (decay, factor), parameters in groups.items()
     ]
 

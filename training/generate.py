@@ -226,21 +226,28 @@ def choose(
     if draw is None:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
-        return token, logp.gather(-1, token[:, None])[:, 0]
+        best = logp.gather(-1, token[:, None])[:, 0]
+        _require_finite(best)
+        return token, best
     # In place: a tensor [N, V] of 49,152 columns takes longer to allocate than to compute.
     logits = logits.div_(temperature)
     chances = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
     cumulative = chances.cumsum(-1)
     total = cumulative[:, -1:]
-    if not bool(total.isfinite().all()):
-        raise DivergenceError(
-            "the policy's logits are not finite, so nothing can be sampled: it has diverged; lower lr "
-            "(optimize.lr), or go back to a model whose weights are finite"
-        )
+    _require_finite(total)
     # Below the total even after rounding: the token found has a probability above zero.
     target = torch.minimum((draw[:, None] * total).to(total.dtype), total.nextafter(torch.zeros_like(total)))
     token = torch.searchsorted(cumulative, target, right=True)
     return token[:, 0], chances.gather(-1, token)[:, 0].log()
+
+
+def _require_finite(found: Tensor) -> None:
+    """DivergenceError unless a row's logits have given a distribution."""
+    if not bool(found.isfinite().all()):
+        raise DivergenceError(
+            "the policy's logits are not finite, so nothing can be sampled: it has diverged; lower lr "
+            "(optimize.lr), or go back to a model whose weights are finite"
+        )
 
 
 def close_ranks(ended: Bool[Tensor, " N"]) -> Int[Tensor, " K"]:

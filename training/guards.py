@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from training.config import Action, GuardParams
+from training.config import Action, GuardParams, SpikeParams
 
 History = Sequence[Mapping[str, float]]
 LEAST_GAP = 1e-3
@@ -243,6 +243,14 @@ def _over_median(history: History, watch: Watch, name: str, bound: float | None)
     return Seen(value, bound, f"{name} {newest:.3g} against its running median") if value > bound else None
 
 
+def risen_loss(history: History, bounds: SpikeParams) -> Seen | None:
+    """Mean loss of the last steps far over the first one; a loss that starts at 0 or below has no factor."""
+    first, now = start(history, "loss"), recent(history, "loss", bounds.window)
+    if bounds.loss is None or first is None or now is None or first <= 0 or now <= bounds.loss * first:
+        return None
+    return Seen(now / first, bounds.loss, f"loss is {now:.3g}, it was {first:.3g} at the start")
+
+
 Detector = Callable[[History, Watch], Seen | None]
 
 # Guard -> what it sees, what it asks for unless guards.actions says otherwise.
@@ -286,6 +294,19 @@ def review(history: History, watch: Watch, quiet: Mapping[str, int] | None = Non
         if seen is not None:
             action = watch.bounds.actions.get(name, default)
             findings.append(Finding(name, action, seen.value, seen.bound, seen.message))
+    return findings
+
+
+def review_given(history: History, bounds: SpikeParams, quiet: Mapping[str, int]) -> list[Finding]:
+    """`review` for a run on given data, whose history has `loss` and `grad_norm`, all of them finite."""
+    watch = Watch(GuardParams(grad_norm=bounds.grad_norm, window=bounds.window), 1.0, 0.0)
+    findings = []
+    for name, seen in (
+        ("grad_norm", grad_norm(history, watch)), ("loss", risen_loss(history, bounds)),
+    ):  # fmt: skip
+        waited = len(history) - quiet.get(name, -bounds.window)
+        if seen is not None and waited >= bounds.window:
+            findings.append(Finding(name, bounds.action, seen.value, seen.bound, seen.message))
     return findings
 
 

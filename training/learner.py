@@ -159,7 +159,8 @@ class Learner:
         beta: float,
         policy: float = 1.0,
     ) -> tuple[StepInfo, dict[str, float]]:
-        """One optimizer step on some trees; `policy` 0 trains the value head only."""
+        """One optimizer step on some trees; `policy` 0 trains the value head only: nothing else moves, not
+        even by weight decay."""
         group = rolled.group
         rows = torch.tensor([index * group + sample for index in indices for sample in range(group)])
         aggregation = self._aggregation(signals.mask[rows.long()])
@@ -167,7 +168,7 @@ class Learner:
         count, tokens = max(count, 1.0), max(tokens, 1.0)
         names = ("loss", "ratio_clipped", "approx_kl", "rollout_gap", "compared")
         sums = dict.fromkeys((*names, "entropy_exact", "value_loss"), 0.0)
-        busy = self._useful(signals, indices, group)
+        busy = self._useful(signals, indices, group, beta)
         some = self.engine.sum([float(len(busy))])[0] > 0
         micros = list(self.micros(rolled, busy)) if some else []
         for number, micro in enumerate(micros, 1):
@@ -183,7 +184,7 @@ class Learner:
         if not some:
             return self.engine.skip(), total
         give_back()
-        return self.engine.step(), total
+        return self.engine.step(decay=policy > 0), total
 
     def update_pairs(
         self,
@@ -221,11 +222,11 @@ class Learner:
         aggregation: losses.Aggregation = function(mask, **extra)
         return aggregation
 
-    def _useful(self, signals: Signals, indices: Sequence[int], group: int) -> list[int]:
+    def _useful(self, signals: Signals, indices: Sequence[int], group: int, beta: float) -> list[int]:
         """Trees from which any gradient comes; they are all counted, but the others need no computing."""
         params = self.params
-        everything = signals.returns is not None or params.ppo.entropy > 0
-        if everything or (params.kl.where == "loss" and params.beta > 0):
+        everything = signals.returns is not None or params.entropy > 0
+        if everything or (params.kl_where == "loss" and beta > 0):
             return list(indices)
         alive = (signals.advantage != 0).any(1) & signals.mask.any(1)
         return [index for index in indices if bool(alive[index * group : (index + 1) * group].any())]
@@ -235,9 +236,10 @@ class Learner:
     ) -> tuple[Tensor, dict[str, float]]:
         """Loss of a micro batch as its share of the whole batch's, and its shares of the metrics."""
         params = self.params
-        wants_entropy = params.ppo.entropy > 0
+        wants_entropy = params.entropy > 0
+        extra: dict[str, Any] = {} if policy > 0 else {"head_only": True}
         logp, entropy, *value = self.engine.module(
-            micro.batch, temperature=params.temperature, entropy=wants_entropy
+            micro.batch, temperature=params.temperature, entropy=wants_entropy, **extra
         )
         mask = micro.batch.mask & micro.take(signals.mask)
         old_logp = logp.detach() if signals.old_logp is None else micro.take(signals.old_logp)
@@ -258,9 +260,9 @@ class Learner:
             logp, old_logp, micro.take(signals.advantage), mask, corrected, count=count, **chosen
         )
         loss = result.loss * policy
-        if params.kl.where == "loss" and beta > 0:
+        if params.kl_where == "loss" and beta > 0:
             log_ratios = kl.log_ratio(logp, micro.take(signals.ref_logp), mask)
-            divergence = kl.KL_ESTIMATORS[params.kl.estimator](log_ratios)
+            divergence = kl.KL_ESTIMATORS[params.kl_estimator](log_ratios)
             loss = loss + policy * kl.kl_loss(divergence, weight, beta=beta, count=count)
         gap, compared = rollout_gap(logp, micro.take(signals.rollout_logp), mask)
         parts = {
@@ -270,9 +272,9 @@ class Learner:
             "approx_kl": float(kl.k3(kl.log_ratio(old_logp, logp.detach(), mask)).sum()) / tokens,
         }
         if entropy is not None:
-            extra = losses.entropy_loss(entropy, mask, weight, coefficient=params.ppo.entropy, count=count)
-            loss = loss + policy * extra.loss
-            parts["entropy_exact"] = float(extra.terms.sum()) / tokens
+            bonus = losses.entropy_loss(entropy, mask, weight, coefficient=params.entropy, count=count)
+            loss = loss + policy * bonus.loss
+            parts["entropy_exact"] = float(bonus.terms.sum()) / tokens
         if value:
             assert signals.returns is not None and signals.old_value is not None
             fit = losses.value_loss(

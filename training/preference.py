@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from data.errors import ConfigurationError, Stopped
-from training import kl, losses
+from training import kl, losses, watch
 from training.batches import Tree, cannot_share, collate, deal, plan, step_rows, steps_per_epoch
 from training.chat import load_tokenizer, template_hash
 from training.checkpoint import Checkpoints
@@ -247,7 +247,7 @@ def main(run: RunDir) -> None:
     trainer, test_ref, start = _prepare(run, params, forward, model, items, test, total, identity)
     run.timing(0, {"reference_seconds": time.monotonic() - began})
     checkpoints = Checkpoints(run, engine, params.keep)
-    first, state = checkpoints.resume() or (0, {"losses": []})
+    first, state = checkpoints.resume() or (0, watch.new_state())
     before = held_out(params, test, test_ref, test_ref)
     if first == 0:
         run.journal(
@@ -257,6 +257,7 @@ def main(run: RunDir) -> None:
         )  # fmt: skip
     for step in range(first, total):
         _step(trainer, checkpoints, state, step, total)
+    ends = watch.ends(state["losses"])
     after = held_out(params, test, forward.logps([item.tree for item in test]), test_ref)
     folder = run.path / "model"
     weights = engine.full_state(model)
@@ -274,8 +275,7 @@ def main(run: RunDir) -> None:
                 "dropped": dropped,
                 "held_out": len(test),
                 "reference": identity,
-                "loss_first": state["losses"][0],
-                "loss_last": state["losses"][-1],
+                **ends,
                 "reward_before": before["margin"],
                 "reward_after": after["margin"],
                 "accuracy_before": before["accuracy"],
@@ -284,7 +284,7 @@ def main(run: RunDir) -> None:
                 "kl": after["kl"],
                 "kl_estimator": KL_NOTE,
                 "kl_target": params.kl.target,
-                "guards": [],
+                "guards": state["seen"],
             }
         )
     engine.barrier()
@@ -329,7 +329,6 @@ def _step(trainer: Trainer, checkpoints: Checkpoints, state: dict[str, Any], ste
     info = engine.step()
     loss, *counts, stop = engine.sum([*sums, float(run.stop_requested)])
     seen = means(counts)
-    state["losses"].append(loss)
     extra = {"kl_point": point} if params.algorithm == "kto" else {}
     run.metrics(step + 1, {"loss": loss, **seen, **extra, "lr": info.lr, "grad_norm": info.grad_norm})
     run.progress(step + 1, total)
@@ -338,8 +337,7 @@ def _step(trainer: Trainer, checkpoints: Checkpoints, state: dict[str, Any], ste
         len(trainer.items[row].tree.prompt) + sum(map(len, trainer.items[row].tree.answers)) for row in rows
     )
     run.timing(step + 1, {"seconds": seconds, "tokens_per_second": tokens / seconds})
-    if not info.finite:
-        run.journal("non-finite gradient", step=step + 1, action="nothing moved")
+    watch.after_step(run, engine, params.preference.guards, state, step + 1, loss, info)
     if stop or (step + 1) % params.checkpoint_every == 0 or step + 1 == total:
         checkpoints.save(step + 1, state, healthy=info.finite)
     if stop and step + 1 < total:

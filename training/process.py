@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.errors import ConfigurationError, DataError
 from data.records import StepLabels, read_records
-from training import losses
+from training import losses, watch
 from training.batches import Tree, deal, plan, step_rows, steps_per_epoch
 from training.checkpoint import Checkpoints
 from training.config import GateParams, ProcessParams, RewardParams
@@ -162,7 +162,7 @@ def main(run: RunDir) -> None:
     for member in members:
         member.train()
     checkpoints = Checkpoints(run, engine, params.keep)
-    start, state = checkpoints.resume() or (0, {"losses": [], "correct": []})
+    start, state = checkpoints.resume() or (0, {**watch.new_state(), "correct": []})
     counts = {"answers": len(answers), "judged_steps": sum(answer.judged for answer in answers), **lost}
     if start == 0:
         run.journal("start", held_out=len(test), steps=total, precision=resolve(params.precision), **counts)
@@ -171,7 +171,7 @@ def main(run: RunDir) -> None:
         return train_step(engine, answers, params, int(tok.pad_token_id), run.seed, step)
 
     for step in range(start, total):
-        take_step(run, engine, checkpoints, params.checkpoint_every, work, state, step, total)
+        take_step(run, engine, checkpoints, params, work, state, step, total)
     publish(run, engine, live, params, state, total, counts=counts,
             scores=lambda model: score_steps(model, [(row.prompt, row.steps) for row in test[:8]])[0],
             verdict=lambda model: judge(model, rows, test, params.gate))  # fmt: skip

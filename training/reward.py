@@ -14,6 +14,7 @@ those of the trained one.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from data.errors import ConfigurationError, DataError, DivergenceError, InfrastructureError, Stopped
 from data.records import Preference, read_records
-from training import losses
+from training import losses, watch
 from training.batches import Batch, deal, fill, step_rows, steps_per_epoch
 from training.checkpoint import Checkpoints
 from training.config import GateParams, RewardParams
@@ -177,7 +178,7 @@ def main(run: RunDir) -> None:
     live = ScoreModel(members, tok, settings, params.precision)
     ensemble.train()
     checkpoints = Checkpoints(run, engine, params.keep)
-    start, state = checkpoints.resume() or (0, {"losses": [], "correct": []})
+    start, state = checkpoints.resume() or (0, {**watch.new_state(), "correct": []})
     if start == 0:
         run.journal("start", pairs=len(pairs), held_out=len(test), steps=total, kind=kind,
                     prompts_shared=live.shared, precision=resolve(params.precision))  # fmt: skip
@@ -186,7 +187,7 @@ def main(run: RunDir) -> None:
         return train_step(engine, pairs, params, int(tok.pad_token_id), live.shared, run.seed, step)
 
     for step in range(start, total):
-        take_step(run, engine, checkpoints, params.checkpoint_every, work, state, step, total)
+        take_step(run, engine, checkpoints, params, work, state, step, total)
     publish(run, engine, live, params, state, total, counts={"pairs": len(rows)},
             scores=lambda model: pair_scores(model, test[:8]),
             verdict=lambda model: judge(model, rows, test, params.gate))  # fmt: skip
@@ -231,7 +232,7 @@ def head_seed(seed: int, number: int) -> int:
 
 
 def take_step(
-    run: RunDir, engine: Engine, checkpoints: Checkpoints, checkpoint_every: int,
+    run: RunDir, engine: Engine, checkpoints: Checkpoints, params: RewardParams,
     work: Callable[[int], tuple[float, float]], state: dict[str, Any], step: int, total: int,
 ) -> None:  # fmt: skip
     """One optimizer step and what belongs to it. `work` makes the gradient and gives this rank's parts of
@@ -240,14 +241,13 @@ def take_step(
     loss, correct = work(step)
     info = engine.step()
     loss, correct, stop = engine.sum([loss, correct, float(run.stop_requested)])
-    state["losses"].append(loss)
-    state["correct"].append(correct)
+    # Nothing was right or wrong in a step whose rows have no weight.
+    state["correct"] += [correct] if math.isfinite(correct) else []
     run.metrics(step + 1, {"loss": loss, "accuracy": correct, "lr": info.lr, "grad_norm": info.grad_norm})
     run.progress(step + 1, total)
     run.timing(step + 1, {"seconds": time.monotonic() - began})
-    if not info.finite:
-        run.journal("non-finite gradient", step=step + 1, action="nothing moved")
-    if stop or (step + 1) % checkpoint_every == 0 or step + 1 == total:
+    watch.after_step(run, engine, params.guards, state, step + 1, loss, info)
+    if stop or (step + 1) % params.checkpoint_every == 0 or step + 1 == total:
         checkpoints.save(step + 1, state, healthy=info.finite)
     if stop and step + 1 < total:
         raise Stopped(f"stopped after step {step + 1} of {total}; run again to go on from there")
@@ -260,6 +260,7 @@ def publish(
 ) -> None:  # fmt: skip
     """Saves the model, compares it with its copy by some held-out scores, and writes the verdict on the
     copy."""
+    ends = watch.ends(state["losses"])
     folder = run.path / "model"
     states = [engine.full_state(member) for member in live.members]
     if engine.first:
@@ -282,8 +283,8 @@ def publish(
                 "digest": digest(folder),
                 "steps": total,
                 **counts,
-                "loss_first": state["losses"][0],
-                "loss_last": state["losses"][-1],
+                **ends,
+                "guards": state["seen"],
                 "train_accuracy": sum(state["correct"][-tail:]) / tail,
                 **verdict(saved),
             }

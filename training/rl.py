@@ -1,6 +1,7 @@
 """On-policy optimisation: `python -m training.launch -m training.rl WORKDIR`.
 
     answers ~ policy, scores, reward = sum of weighted scores - penalties [- beta KL], advantage, update
+    [loss + beta KL]
 
 One program for RLOO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, REINFORCE++, PPO and online DPO: what distinguishes
 them are three functions by name, ADVANTAGES or TOKEN_ADVANTAGES (advantages.py), POLICY_LOSSES and
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -171,8 +173,8 @@ def signals(setting: Setting, found: Experience, beta: float) -> Signals:
     else:
         old_logp, value = found.rollout_logp, []
     log_ratios = kl.log_ratio(old_logp, ref_logp, found.mask)
-    token_kl = kl.KL_ESTIMATORS[params.kl.estimator](log_ratios)
-    weight = beta if params.kl.where == "reward" else 0.0
+    token_kl = kl.KL_ESTIMATORS[params.kl_estimator](log_ratios)
+    weight = beta if params.kl_where == "reward" else 0.0
     made = Signals(found.mask, torch.zeros(0, 0), ref_logp, found.rollout_logp)
     if several or critic:
         made.old_logp = old_logp
@@ -217,7 +219,7 @@ def update(setting: Setting, found: Experience, made: Signals, beta: float, step
             continue
         break
     wanted = ["loss", "ratio_clipped", "approx_kl", "grad_norm", "lr"]
-    wanted += ["entropy_exact"] if params.ppo.entropy > 0 else []
+    wanted += ["entropy_exact"] if params.entropy > 0 else []
     wanted += ["value_loss"] if made.returns is not None else []
     values = {name: sum(part[name] for part in parts) / len(parts) for name in wanted}
     # Of the first pass alone: later ones compare a policy that has moved.
@@ -247,9 +249,12 @@ UPDATES = {"online_dpo": update_pairs}
 
 
 def held_out_reward(setting: Setting) -> float | None:
-    """Mean reward of one sample to each prompt that is set apart; the same random numbers every time."""
+    """Mean reward of one sample to each prompt that is set apart; the same random numbers every time, none of
+    them training's. Never normalised: over the batch itself every policy's mean would be 0."""
     if not setting.held_out:
         return None
+    own = setting.params.rewards.model_copy(update={"normalise": "none"})
+    setting = replace(setting, scoring=replace(setting.scoring, params=own), clock=Clock())
     mine = setting.held_out[setting.engine.rank :: setting.engine.world] or setting.held_out[:1]
     found = roll(setting, mine, 1, step=-1, epochs=[0] * len(mine))
     counts = float(setting.engine.rank < len(setting.held_out))
@@ -257,6 +262,39 @@ def held_out_reward(setting: Setting) -> float | None:
         [counts * float(found.scored.reward.sum()), counts * float(found.scored.known.sum())]
     )
     return whole / n if n else None
+
+
+def looks(params: OptimizeParams, step: int) -> bool:
+    """Whether the held-out prompts are asked after a step: at the end, and at the first checkpoint after each
+    `held_out_every` steps."""
+    if step == params.steps:
+        return True
+    every, before = params.held_out_every, step - params.checkpoint_every
+    return step > 0 and step % params.checkpoint_every == 0 and step // every > before // every
+
+
+def look(setting: Setting, state: dict[str, Any], step: int) -> None:
+    """Scores the checkpoint of a step by the held-out reward. It comes after the checkpoint, so that nothing
+    that fails here costs one; a run that goes on from such a checkpoint therefore begins with it."""
+    if not setting.held_out or not looks(setting.params, step):
+        return
+    with scorers_told(setting, step):
+        state["held_out"][step] = held_out_reward(setting)
+    setting.run.journal("held_out", step=step, reward=state["held_out"][step])
+    setting.checkpoints.rate(step, state["held_out"][step])
+
+
+@contextmanager
+def scorers_told(setting: Setting, step: int) -> Iterator[None]:
+    """Scorers that fail in it end the run, and the journal says so."""
+    try:
+        yield
+    except ScorerFailed as error:
+        setting.run.journal(
+            "guard", step=step, guard="scorer_errors", asked="stop", action="stop", value=error.share,
+            bound=setting.params.rewards.error_limit, message=str(error).splitlines()[0],
+        )  # fmt: skip
+        raise
 
 
 def reference_logp(setting: Setting) -> Tensor:
@@ -319,20 +357,14 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     params, run, engine = setting.params, setting.run, setting.engine
     clock = setting.clock
     clock.start()
-    try:
+    with scorers_told(setting, step):
         found = SAMPLING.get(params.algorithm, fixed_sampling)(setting, state, step)
-    except ScorerFailed as error:
-        run.journal(
-            "guard", step=step, guard="scorer_errors", asked="stop", action="stop", value=error.share,
-            bound=params.rewards.error_limit, message=str(error).splitlines()[0],
-        )  # fmt: skip
-        raise
     made = signals(setting, found, state["beta"])
     clock.lap("reference")
-    look = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
+    judged = step == 1 or step % params.guards.gap_every == 0 or step == params.steps
     values = measure(found, made.ref_logp, engine.sum) | state["generator"]
     values["reference_gap"] = reference_gap(setting, state["canary"])
-    if look and setting.judge is not None:
+    if judged and setting.judge is not None:
         values |= second_opinion(found, setting.judge, engine.sum)
         clock.lap("judge")
     bad = not math.isfinite(values["reward"]) or not bool(made.advantage.isfinite().all())
@@ -348,7 +380,7 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     if params.kl.adaptive:
         state["beta"] = kl.adaptive_beta(
             state["beta"], values["kl"], target=params.kl.target, count=int(values["answers"]),
-            horizon=params.kl.horizon,
+            horizon=float(params.kl.horizon),
         )  # fmt: skip
     healthy, reason = answer_guards(setting, state, step)
     run.progress(step, params.steps)
@@ -363,7 +395,9 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
         # generator must not cost.
         if not stop or step == params.steps:
             state["generator"] = setting.generator.update(step)
-        clock.lap("weights")
+            clock.lap("weights")
+            look(setting, state, step)
+            clock.lap("held_out")
     run.timing(step, {"seconds": seconds, "new_tokens_per_second": new_tokens / seconds, **clock.seconds})
     if stop and reason is None and step < params.steps:
         raise Stopped(f"stopped after step {step} of {params.steps}; run again to go on from there")
@@ -446,20 +480,24 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
         if isinstance(setting.generator, BuiltinGenerator):
             setting.generator.trunk = None
     if resumed is not None:
-        return resumed[0], {**resumed[1], "generator": generated}
+        state = {**resumed[1], "generator": generated}
+        look(setting, state, resumed[0])
+        return resumed[0], state
     run.journal(
         "start", prompts=len(setting.prompts), held_out=len(setting.held_out), steps=params.steps,
         precision=resolve(params.precision), shared_prompts=setting.learner.shared,
         kept_states=setting.learner.trunk is not None, preflight=measured,
+        kl={"where": params.kl_where, "estimator": params.kl_estimator},
         reference=digest(run.input("model")), template_hash=template_hash(setting.tok),
         judge_guard=setting.judge is not None,
     )  # fmt: skip
-    state: dict[str, Any] = {
+    with scorers_told(setting, 0):
+        before = held_out_reward(setting)
+    state = {
         "drawn": 0, "beta": params.beta, "history": [], "answered": {}, "seen": [], "rollbacks": 0,
-        "generator": generated, "canary": reference_logp(setting),
-        "reward_before": held_out_reward(setting),
+        "generator": generated, "canary": reference_logp(setting), "held_out": {0: before},
     }  # fmt: skip
-    setting.checkpoints.save(0, state)
+    setting.checkpoints.save(0, state, score=before)
     return 0, state
 
 
@@ -479,7 +517,8 @@ def main(run: RunDir) -> None:
 def publish(setting: Setting, state: dict[str, Any], reason: str | None) -> None:
     """Merged weights and the result; after a guard's stop the last healthy weights, marked as such."""
     run, params, engine = setting.run, setting.params, setting.engine
-    after = held_out_reward(setting) if reason is None else None
+    seen = {step: reward for step, reward in state["held_out"].items() if reward is not None}
+    best = max(seen, key=lambda step: (seen[step], step), default=None)
     folder = run.path / "model"
     weights = engine.full_state(setting.learner.model)
     for scorer in setting.scoring.scorers:
@@ -495,8 +534,9 @@ def publish(setting: Setting, state: dict[str, Any], reason: str | None) -> None
                 "template_hash": template_hash(setting.tok),
                 "algorithm": params.algorithm,
                 "steps": len(history),
-                "reward_before": state["reward_before"],
-                "reward_after": after,
+                "reward_before": state["held_out"][0],
+                "reward_after": seen.get(params.steps) if reason is None else None,
+                "reward_best": None if best is None else {"step": best, "reward": seen[best]},
                 "reward_first": _finite(history[0]["reward"]),
                 "reward_last": _finite(history[-1]["reward"]),
                 "kl": _finite(history[-1]["kl"]),

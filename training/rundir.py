@@ -124,8 +124,20 @@ class RunDir:
             write_json(self.path / "progress.json", {"step": step, "total": total, "unit": unit})
 
     def offsets(self) -> dict[str, int]:
-        """Sizes of the deterministic files, to be kept in a checkpoint."""
+        """Sizes of the deterministic files, to be kept in a checkpoint; what they count is on the disk."""
+        for name in FOLLOWED:
+            if (self.path / name).exists():
+                with (self.path / name).open("rb") as file:
+                    os.fsync(file.fileno())
         return {name: _size(self.path / name) for name in FOLLOWED}
+
+    def lost(self, offsets: Mapping[str, int]) -> str:
+        """Which deterministic file is shorter than a checkpoint has seen it, with both sizes; empty: none."""
+        for name in FOLLOWED:
+            size, wanted = _size(self.path / name), offsets.get(name, 0)
+            if size < wanted:
+                return f"{self.path / name} holds {size} bytes, {wanted} were written before the checkpoint"
+        return ""
 
     def rewind(self, offsets: Mapping[str, int]) -> None:
         """Cuts the deterministic files back to a checkpoint (to nothing without one): no gap, no double

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError, Stopped
 from data.records import Demonstration, Preference, read_records
-from training import losses
+from training import losses, watch
 from training.batches import Tree, cannot_share, collate, deal, plan, step_rows, steps_per_epoch
 from training.chat import encode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.checkpoint import Checkpoints
@@ -110,7 +110,7 @@ def main(run: RunDir) -> None:
         run.timing(0, {"padded rows": reason})
     forward = replace(forward, shared=shared)
     checkpoints = Checkpoints(run, engine, params.keep)
-    start, state = checkpoints.resume() or (0, {"losses": [], "tokens": 0})
+    start, state = checkpoints.resume() or (0, {**watch.new_state(), "tokens": 0})
     if start == 0:
         run.journal(
             "start", rows=len(trees), dropped=dict(dropped), steps=total, precision=resolve(params.precision)
@@ -130,15 +130,13 @@ def _step(
     loss, tokens = train_step(forward, rows, params)
     info = engine.step()
     loss, stop = engine.sum([loss, float(run.stop_requested)])
-    state["losses"].append(loss)
     state["tokens"] += tokens
     run.metrics(step + 1, {"loss": loss, "lr": info.lr, "grad_norm": info.grad_norm, "answer_tokens": tokens})
     run.progress(step + 1, total)
     seconds = time.monotonic() - began
     everything = sum(len(tree.prompt) + len(tree.answers[0]) for tree in rows)
     run.timing(step + 1, {"seconds": seconds, "tokens_per_second": everything / seconds})
-    if not info.finite:
-        run.journal("non-finite gradient", step=step + 1, action="nothing moved")
+    watch.after_step(run, engine, params.guards, state, step + 1, loss, info)
     if stop or (step + 1) % params.checkpoint_every == 0 or step + 1 == total:
         checkpoints.save(step + 1, state, healthy=info.finite)
     if stop and step + 1 < total:
@@ -149,6 +147,7 @@ def _publish(
     run: RunDir, engine: Engine, model: Any, tok: PreTrainedTokenizerBase, state: dict[str, Any],
     trees: Sequence[Tree], dropped: Counter[str], total: int,
 ) -> None:  # fmt: skip
+    ends = watch.ends(state["losses"])
     folder = run.path / "model"
     weights = engine.full_state(model)
     if engine.first:
@@ -161,8 +160,8 @@ def _publish(
             "rows": len(trees),
             "dropped": dict(sorted(dropped.items())),
             "answer_tokens": state["tokens"],
-            "loss_first": state["losses"][0],
-            "loss_last": state["losses"][-1],
+            **ends,
+            "guards": state["seen"],
             "stop_share": stop_share(model, tok, trees, run.params(SftParams), run.seed),
         }
         run.finish(result)

@@ -32,14 +32,20 @@ class ActorCritic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, batch: Batch, temperature: float = 1.0, chunk: int = CHUNK, entropy: bool = False
+        self,
+        batch: Batch,
+        temperature: float = 1.0,
+        chunk: int = CHUNK,
+        entropy: bool = False,
+        head_only: bool = False,
     ) -> tuple[Tensor, Tensor | None, Float[Tensor, "N R"]]:
         """Log-probabilities and entropy as `answer_logprobs` gives them, and a value a token (0 off the
-        mask)."""
+        mask). `head_only`: no gradient goes from the values into the trunk."""
         backbone, head = backbone_and_head(self.model)
         hidden = hidden_states(backbone, batch)
         logp, entropies = read_logprobs(hidden, head, batch, temperature, chunk, entropy)
         read = hidden[batch.source[batch.mask]].to(self.value_head.weight.dtype)
+        read = read.detach() if head_only else read
         with torch.autocast(read.device.type, enabled=False):
             values = self.value_head(read)[:, 0]
         blank = torch.zeros(batch.mask.shape, dtype=values.dtype, device=values.device)

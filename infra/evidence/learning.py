@@ -110,6 +110,7 @@ def parameters(algorithm: str) -> dict[str, Any]:
         "algorithm": algorithm, "steps": STEPS, "prompts": 32, "group": 8, "max_new_tokens": NEW_TOKENS,
         "lr": LR[algorithm], "warmup": 0.05, "beta": 0.01, "held_out": 0, "lora": None, "precision": "fp32",
         "checkpoint_every": STEPS, "token_budget": 16384, "engine": {"backend": "torch"},
+        "ppo": {"entropy": 0.0},
         "kl": {"where": "loss", "estimator": "k3"} if algorithm == "grpo" else {},
         "guards": dict.fromkeys(
             name for name, field in GuardParams.model_fields.items()

@@ -43,6 +43,7 @@ LIVE_AND_DEAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"algorithm": "ipo", "preference": {"desirable": 2.0}},
         "preference.desirable",
     ),
+    ({"held_out_every": 2}, {"held_out": 0, "held_out_every": 2}, "held_out_every"),
     ({"algorithm": "dapo", "rounds": 2}, {"algorithm": "grpo", "rounds": 2}, "rounds"),
     ({"algorithm": "ppo", "ppo": {"lam": 0.9}}, {"ppo": {"lam": 0.9}}, "ppo.lam"),
     ({"algorithm": "ppo", "ppo": {"gamma": 0.9}}, {"ppo": {"gamma": 0.9}}, "ppo.gamma"),

@@ -176,3 +176,93 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
         (folder / "COMPLETE").write_bytes(b"{}" if damage == "marker" else b"\xff\xfe")
     _, _, again = make(tmp_path)
     assert again.resume() == (1, {"n": 1})
+
+
+def with_params(path: Path, **params: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "params": params}))
+
+
+@pytest.mark.parametrize("other", [{"processes": 2}, {"processes": 2, "engine": {"tensor_parallel": 2}}])
+def test_other_processes_in_the_configuration_are_refused_and_remove_nothing(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    workdir(tmp_path, "sft", {}, {})
+    with_params(tmp_path, processes=1, engine={"tensor_parallel": 1})
+    run, _, checkpoints = make(tmp_path)
+    checkpoints.save(1, {"n": 1})
+    with_params(tmp_path, **{"engine": {"tensor_parallel": 1}, **other})
+    _, engine, again = make(tmp_path)
+    engine.world = 2
+    with pytest.raises(ConfigurationError, match="resume with processes: 1, or remove"):
+        again.resume()
+    assert names(run) == ["step-00000001"]
+
+
+def test_a_run_that_starts_anew_beside_strangers_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir(tmp_path, "sft", {}, {})
+    with_params(tmp_path, lr=0.1)
+    _, _, checkpoints = make(tmp_path)
+    checkpoints.save(3, {})
+    assert "another configuration" not in capsys.readouterr().out
+    with_params(tmp_path, lr=0.2)
+    assert make(tmp_path)[2].resume() is None
+    assert "1 checkpoints are of another configuration" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "journal.jsonl"])
+def test_lost_lines_of_a_log_give_way_to_the_checkpoint_that_has_them_all(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _, checkpoints = make(tmp_path, keep=3)
+    for number in (1, 2):
+        run.metrics(number, {"loss": 1.0})
+        run.journal("x", step=number)
+        checkpoints.save(number, {"n": number})
+    whole = (run.path / name).read_bytes()
+    (run.path / name).write_bytes(whole[:-3])
+    assert make(tmp_path)[2].resume() == (1, {"n": 1})
+    assert f"{name} holds {len(whole) - 3} bytes" in capsys.readouterr().out
+    assert len((run.path / name).read_text().splitlines()) == 1
+    (run.path / name).unlink()
+    with pytest.raises(ConfigurationError, match=rf"{name} holds 0 bytes, .* put the file back"):
+        make(tmp_path)[2].resume()
+    assert names(run) == ["step-00000001", "step-00000002"]
+
+
+FAULTS: dict[str, Any] = {
+    "is missing": lambda module: module.pop("weight"),
+    "is empty": lambda module: module.update(weight=torch.zeros(0, 3)),
+    "is not what was trained": lambda module: module["weight"][0].mul_(1 + 1e-6),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+def test_weights_that_read_back_otherwise_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, backend: str
+) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    run, _, _ = make(tmp_path)
+    engine = Engine(torch.nn.Linear(3, 2), EngineParams.model_validate({"backend": backend}), **OPTIONS)
+    checkpoints = Checkpoints(run, engine, 2)
+    step(engine)
+    checkpoints.save(1, {})
+    save = Engine.save
+
+    def broken(self: Engine, folder: Path) -> None:
+        save(self, folder)
+        names = ("engine.pt", "mp_rank_00_model_states.pt")
+        (file,) = [path for path in folder.rglob("*.pt") if path.name in names]
+        state = torch.load(file, weights_only=False)
+        FAULTS[fault](state["module"])
+        torch.save(state, file)
+
+    monkeypatch.setattr(Engine, "save", broken)
+    with pytest.raises(InfrastructureError, match=f"weight {fault}; the checkpoint was not kept"):
+        checkpoints.save(2, {})
+    assert (tmp_path / "checkpoints" / "step-00000001" / "COMPLETE").exists()
+    assert not (tmp_path / "checkpoints" / "step-00000002").exists()

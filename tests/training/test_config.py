@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from training import config
-from training.config import EngineParams, KlParams, OptimizeParams, RewardParams, Section, SftParams
+from training.config import EngineParams, OptimizeParams, RewardParams, Section, SftParams
 
 SECTIONS = [
     value
@@ -47,9 +47,12 @@ def test_defaults_survive_json(section: type[BaseModel]) -> None:
             "heads, smoothing",
         ),
         (RewardParams, {"process": {"split": "word"}, "model": "policy"}, "split"),
-        (KlParams, {"where": "loss", "estimator": "k1"}, "no gradient"),
+        (OptimizeParams, {"kl": {"where": "loss", "estimator": "k1"}}, "no gradient"),
+        (OptimizeParams, {"algorithm": "grpo", "kl": {"estimator": "k1"}}, "set kl.where: reward"),
         (OptimizeParams, {"group": 1}, "group must be >= 2"),
         (OptimizeParams, {"algorithm": "dpo", "beta": 0.0}, "beta > 0"),
+        (OptimizeParams, {"algorithm": "online_dpo", "beta": 0.0}, "online_dpo needs beta > 0"),
+        (OptimizeParams, {"prompts": 5, "processes": 2, "ppo": {"minibatches": 3}}, "5 prompts, 2 processes"),
     ],
 )
 def test_impossible_values_are_refused(section: type[BaseModel], values: dict[str, Any], says: str) -> None:
@@ -57,9 +60,34 @@ def test_impossible_values_are_refused(section: type[BaseModel], values: dict[st
         section.model_validate(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        *(({"algorithm": name}, ("reward", "k1", 0.05)) for name in ("ppo", "rloo", "reinforce_pp")),
+        *(({"algorithm": name}, ("loss", "k2", 0.05)) for name in ("grpo", "dr_grpo", "gspo", "cispo")),
+        ({"algorithm": "dapo"}, ("loss", "k2", 0.0)),
+        ({"algorithm": "dapo", "beta": 0.3}, ("loss", "k2", 0.3)),
+        ({"algorithm": "grpo", "kl": {"where": "reward"}}, ("reward", "k1", 0.05)),
+        ({"algorithm": "grpo", "kl": {"estimator": "k3"}}, ("loss", "k3", 0.05)),
+        ({"algorithm": "ppo", "kl": {"where": "loss"}}, ("loss", "k2", 0.05)),
+    ],
+)
+def test_kl_goes_where_the_algorithm_has_it(values: dict[str, Any], expected: tuple[str, str, float]) -> None:
+    params = OptimizeParams.model_validate(values)
+    assert (params.kl_where, params.kl_estimator, params.beta) == expected
+    again = OptimizeParams.model_validate(json.loads(params.model_dump_json()))
+    assert again == params
+
+
 def test_sections_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         SftParams().lr = 1.0  # type: ignore[misc]
+
+
+def test_a_mini_batch_a_prompt_is_the_most_and_orpo_needs_no_beta() -> None:
+    most = {"prompts": 5, "processes": 2, "ppo": {"minibatches": 2}}
+    assert OptimizeParams.model_validate(most).ppo.minibatches == 2
+    assert OptimizeParams(algorithm="orpo", beta=0.0).beta == 0.0
 
 
 def test_ppo_may_have_a_single_sample() -> None:

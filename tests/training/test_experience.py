@@ -157,6 +157,18 @@ def test_floors_cap_what_other_dimensions_could_buy() -> None:
     assert found.reward.tolist() == pytest.approx([0.0, plain[1], plain[2], plain[3]])
 
 
+def test_of_several_floors_of_a_dimension_the_strictest_holds() -> None:
+    def scorer(name: str, floor: float | None) -> dict[str, Any]:
+        return {"kind": "http", "name": name, "path": "http://x", "dimension": "safety", "floor": floor}
+
+    rows = [[10.0, -2.0], [10.0, -0.5], [10.0, 0.5], [10.0, 1.5]]
+    plain = [(0.25 * q + 0.4 * s) / 0.65 for q, s in rows]
+    for floors in ((-1.0, 1.0, None), (1.0, None, -1.0), (None, -1.0, 1.0)):
+        scorers = tuple(scorer(name, floor) for name, floor in zip("abc", floors, strict=True))
+        found = scoring([Fixed(("quality", "safety"), rows)], scorers=scorers, cap=0.0)(answers(TEXTS), 2)
+        assert found.reward.tolist() == pytest.approx([0.0, 0.0, 0.0, plain[3]]), floors
+
+
 def whitened(values: Sequence[float]) -> list[float]:
     mean = sum(values) / len(values)
     std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM
 
+from data.errors import DivergenceError
 from tests.training.tiny import gpt2, llama
 from training.batches import Tree, collate
 from training.config import LoraParams
@@ -182,6 +183,17 @@ def test_choose_never_takes_what_has_no_chance() -> None:
     draws = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
     token, logp = choose(logits, 1.0, draws)
     assert token.tolist() == [2, 2, 2] and logp.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_logits_that_are_not_finite_are_a_divergence(value: float, greedy: bool) -> None:
+    draws = None if greedy else torch.tensor([0.2, 0.9], dtype=torch.float64)
+    logits = torch.zeros(2, 5)
+    # A column of -inf is a token without a chance; a whole row of them leaves none.
+    logits[1, slice(None) if value < 0 else 3] = value
+    with pytest.raises(DivergenceError, match=r"logits are not finite.*optimize\.lr"):
+        choose(logits, 1.0, draws)
 
 
 def test_rows_leave_when_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -51,6 +52,20 @@ def experience(texts: Sequence[str], scores: Sequence[float]) -> Experience:
         tok, [row(number) for number in range(len(groups))], prompts, rollout,
         scoring([Fixed(("quality",), [[score] for score in scores])], penalty=0.0),
     )  # fmt: skip
+
+
+def test_a_step_whose_scorers_all_say_nothing() -> None:
+    tok = byte_tokenizer()
+    ids = tok("hello", add_special_tokens=False)["input_ids"]
+    rollout = Rollout(answers=[[ids, ids]], logp=[[[-1.0] * 5] * 2], finished=[[True, True]])
+    for value, errors in ((None, 0.0), ("boom", 1.0)):
+        silent = scoring([Fixed(("quality",), [[value], [value]])])
+        found = gather(tok, [row(0)], [ids], rollout, silent)
+        values = measure(found, torch.zeros_like(found.rollout_logp), own)
+        assert (values["scorer_invalid"], values["scorer_errors"]) == (1.0, errors)
+        assert (values["reward"], values["score_quality"], values["kl"]) == (0.0, 0.0, 0.0)
+        assert values["zero_variance"] == 1.0 and values["answers"] == 2.0
+        assert all(math.isfinite(number) for number in values.values())
 
 
 def own(values: Sequence[float]) -> list[float]:

@@ -23,20 +23,6 @@ OTHERS = ("kl", "length", "length_corr", "repetition", "entropy", "clipped", "ze
 """Guards that random answers of a few letters may rouse when one step is a window."""
 
 
-class Failing:
-    """Scores an answer by its letters; from the ninth call on it has nothing to say but an error."""
-
-    calls = 0
-
-    def __call__(
-        self, prompt: list[dict[str, str]], answer: str, reference: str | None, extra: dict[str, Any]
-    ) -> float:
-        self.calls += 1
-        if extra.get("fails") and self.calls > 8:
-            raise RuntimeError("the scorer is gone")
-        return sum(letter in "aeiou" for letter in answer) + len(answer) / 100
-
-
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Any]:
     made: list[rl.Setting] = []
@@ -52,7 +38,7 @@ def opened(tmp_path: Path) -> Iterator[Any]:
             "lr": 1e-2, "warmup": 0.0, "held_out": 0, "lora": None, "precision": "fp32",
             "checkpoint_every": 1, "engine": {"backend": "torch"},
             "rewards": {"scorers": [
-                {"kind": "function", "name": "f", "path": "tests.training.test_rl_watch:Failing"}
+                {"kind": "function", "name": "f", "path": "tests.training.scorer:Failing"}
             ]},
             "guards": {"window": 1, **dict.fromkeys(OTHERS)}, **changes,
         }  # fmt: skip
@@ -192,3 +178,41 @@ def test_a_prompt_drawn_twice_in_a_step_gets_other_answers(opened: Any) -> None:
     first = rl.roll(setting, setting.prompts[:1], 4, 1, [0])
     again = rl.roll(setting, setting.prompts[:1], 4, 1, [1])
     assert [tree.answers for tree in first.trees] != [tree.answers for tree in again.trees]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "moves"),
+    [("rloo", True), ("reinforce_pp", True), ("ppo", True), ("grpo", False), ("dr_grpo", False),
+     ("dapo", False), ("gspo", False), ("cispo", False)],
+)  # fmt: skip
+def test_kl_moves_the_reward_only_where_it_belongs(opened: Any, algorithm: str, moves: bool) -> None:
+    setting = opened(algorithm)
+    _, state = rl.begin(setting)
+    rl.step_once(setting, state, 1)
+    found = rl.roll(setting, setting.prompts[:2], 4, 2, [0, 0])
+    one, other = (rl.signals(setting, found, beta).advantage for beta in (0.0, 5.0))
+    assert torch.equal(one, other) is not moves
+    (start,) = [x for x in map(json.loads, (setting.run.path / "journal.jsonl").read_text().splitlines())
+                if x["event"] == "start"]  # fmt: skip
+    assert start["kl"] == (
+        {"where": "reward", "estimator": "k1"} if moves else {"where": "loss", "estimator": "k2"}
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_the_warm_up_of_the_value_moves_the_value_head_only(opened: Any, backend: str, lora: Any) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    setting = opened(
+        "ppo", ppo={"value_warmup": 2, "updates": 2, "entropy": 0.01}, lora=lora, weight_decay=0.1,
+        kl={"where": "loss"}, engine={"backend": backend},
+    )  # fmt: skip
+    _, state = rl.begin(setting)
+    policy, head = setting.learner.model, setting.engine.module.value_head
+    for step in range(1, STEPS + 1):
+        trunk = [weight.clone() for weight in policy.parameters()]
+        value = head.weight.clone()
+        assert rl.step_once(setting, state, step) is None
+        assert all(map(torch.equal, trunk, policy.parameters())) is (step <= 2), step
+        assert not torch.equal(value, head.weight)
