@@ -94,7 +94,7 @@ def _pieces(
 ) -> Float[Tensor, "1 H T E"]:
     # Split at once and not sliced: the gradient of a slice is as long as the row.
     sizes = [size for prompt, first, *more in row.layout for size in (prompt + first, *more)]
-    parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
+    parts = zip(*(torch.split(whole, sizes, 2) for whole in (query, key, value)), strict=True)
     seen = []
     for prompt, _, *more in row.layout:
         q, k, v = next(parts)
