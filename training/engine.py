@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import HashStore
 
 from data.errors import ConfigurationError, DivergenceError
 from training.config import EngineParams
-from training.memory import give_back
 from training.models import device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -106,6 +105,8 @@ class Engine:
             groups, lr=lr, betas=betas or (params.beta1, params.beta2), eps=eps or params.eps,
             fused=device().type in FUSED,
         )  # fmt: skip
+        if not params.zero:
+            self._make_moments()
         self._deepspeed: Any = None
         self._module = module
         if params.backend == "deepspeed":
@@ -154,9 +155,6 @@ class Engine:
     def step(self, decay: bool = True) -> StepInfo:
         """One optimizer step, or none when the gradient is not finite; k such steps in a row are a
         divergence. `decay` False: weights without a gradient stay as they are."""
-        if self.steps == 0:
-            # What the backward pass has freed lies between gradients: the moments, made now, come on top.
-            give_back()
         lr = self.lr()
         optimizer = self._optimizer if self._deepspeed is None else self._deepspeed.optimizer
         for group in optimizer.param_groups:
@@ -175,6 +173,17 @@ class Engine:
                 "lower lr, or look for broken rows or rewards; the last checkpoint is unharmed"
             )
         return StepInfo(norm, lr, finite)
+
+    def _make_moments(self) -> None:
+        """Makes the optimizer's state as its first step would: made there, it would come on top of what the
+        backward pass has freed between its gradients."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state[parameter]
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = (
+                    torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)
+                )
 
     def _torch_step(self) -> float:
         gradients = [p.grad for p in self._trainable() if p.grad is not None]

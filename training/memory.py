@@ -1,6 +1,6 @@
 """What keeps the memory of a training process on a CPU small: freed memory goes back to the system before the
-optimizer's moments are made and between the parts of a step on rollouts (each leaves gaps that the next
-one's larger tensors do not fit into), and frozen weights lie in a file.
+optimizer's step on rollouts (sampling and training leave gaps that the other's tensors do not fit into), and
+frozen weights lie in a file.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from training.generate import BuiltinGenerator, Generator
 from training.learner import Learner, Rolled, Signals
 from training.logprobs import AnswerLogprobs
 from training.measure import measure, second_opinion
-from training.memory import give_back
 from training.models import (
     autocast,
     digest,
@@ -118,7 +117,6 @@ def roll(
         encoded, group, max_new_tokens=setting.params.max_new_tokens, temperature=setting.params.temperature,
         keys=keys, seed=setting.run.seed, step=step,
     )  # fmt: skip
-    give_back()
     setting.clock.lap("generate")
     found = gather(setting.tok, prompts, encoded, rollout, setting.scoring)
     setting.clock.lap("score")
@@ -371,7 +369,6 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     if engine.sum([float(bad)])[0]:
         values["loss"] = math.nan
     else:
-        give_back()
         values |= UPDATES.get(params.algorithm, update)(setting, found, made, state["beta"], step)
     clock.lap("update")
     values["beta"] = state["beta"]
