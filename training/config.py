@@ -201,7 +201,10 @@ class RewardParams(Section):
     )
 
     model: str = Field(
-        "minilm", min_length=1, description="minilm, policy (the stage's causal LM), a folder or a hub id"
+        "minilm",
+        min_length=1,
+        description="minilm, policy (the stage's causal LM), a folder or a hub id (encoder or causal LM; a "
+        "head of its own is left out)",
     )
     lr: float = Field(
         1e-4, gt=0, description="peak learning rate; 1e-4 measured with MiniLM, 3e-5 for a causal LM"
