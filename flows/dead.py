@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from tasks.base import is_hub_id
 from tasks.params import Params, flat
-from training.config import ON_PAIRS, OptimizeParams
-from training.guards import GUARDS
+from training.config import ON_PAIRS, OptimizeParams, RewardsParams
 from training.losses import POLICY_LOSSES, PREFERENCE_LOSSES, needs
 
 
@@ -69,6 +68,19 @@ def _one_rank(section: str) -> Callable[[Params], bool]:
     return alone
 
 
+def _causal(section: str) -> Callable[[Params], bool]:
+    return lambda p: getattr(p, section).model == "policy"
+
+
+def _adapted(section: str) -> Callable[[Params], bool]:
+    return lambda p: getattr(p, section).lora is not None
+
+
+def _alone(p: Params) -> bool:
+    used = p.dimensions()
+    return used is not None and len(used) == 1
+
+
 def _ppo(*names: str) -> tuple[str, ...]:
     return tuple(f"optimize.ppo.{name}" for name in names)
 
@@ -91,6 +103,17 @@ RULES: tuple[Rule, ...] = (
     Rule(_preference("lam"), _loss_ignores("lam"), "only orpo weighs an odds ratio"),
     Rule(_preference("desirable", "undesirable"), _not("kto"), "only kto weighs answers by wish"),
     Rule(("optimize.held_out_every",), lambda p: p.optimize.held_out == 0, "no prompt is set apart"),
+    Rule(
+        ("optimize.beta",),
+        lambda p: _on_pairs(p) and _loss_ignores("beta")(p),
+        "the algorithm's loss has no reference",
+    ),
+    Rule(("optimize.guards.value_loss",), _not("ppo"), "only ppo has a critic"),
+    Rule(
+        ("optimize.kl.target",),
+        lambda p: not _on_pairs(p) and p.optimize.guards.kl is None and not p.optimize.kl.adaptive,
+        "guards.kl is null and kl.adaptive false",
+    ),
     Rule(("optimize.rounds",), _not("dapo"), "only dapo samples again"),
     Rule(_ppo("lam", "value_coef", "value_warmup"), _not("ppo"), "only ppo has a critic"),
     Rule(("optimize.clip.value",), _not("ppo"), "only ppo has a critic"),
@@ -114,7 +137,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("optimize.rewards.weights",),
-        lambda p: len({scorer.dimension for scorer in p.optimize.rewards.scorers}) == 1,
+        _alone,
         "there is one dimension, its weight is 1",
     ),
     Rule(("optimize.rewards.ensemble", "optimize.rewards.ensemble_lam"), _one_member, "reward.members is 1"),
@@ -149,6 +172,19 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.reward.process is not None,
         "reward.process scores steps: there is no pair to centre",
     ),
+    *(
+        rule
+        for name in ("reward", "judge")
+        for rule in (
+            Rule((f"{name}.pooling",), _causal(name), "a causal LM is read at its last token"),
+            Rule((f"{name}.frozen_layers",), _adapted(name), f"{name}.lora trains adapters only"),
+        )
+    ),
+    Rule(
+        ("sft.stop_check",),
+        lambda p: p.sft.engine.zero == 3 or p.sft.engine.tensor_parallel > 1,
+        "weights in parts do not answer here",
+    ),
     Rule(
         ("model.revision",),
         lambda p: p.model.source.startswith("gguf:") or not is_hub_id(p.model.source),
@@ -170,20 +206,45 @@ def dead(params: Params) -> Iterator[str]:
         why = next((rule.why for rule in RULES if _below(key, rule.keys) and rule.dead(params)), None)
         if why is not None:
             yield f"{key} ({why})"
-    for name, section in (("reward", params.reward), ("judge", params.judge)):
-        if section.lora is not None and section.model == "minilm":
-            yield f"{name}.lora (an encoder is trained in full)"
-    yield from _actions(params)
+    yield from _defaults(params)
+    if not _on_pairs(params):
+        yield from _guards(params)
+        yield from _weights(params)
 
 
-def _actions(params: Params) -> Iterator[str]:
-    """Actions of guards that are off or that do not exist."""
-    guards = params.optimize.guards
+def _defaults(params: Params) -> Iterator[str]:
+    """What a default elsewhere makes other than its name says."""
+    algorithm = params.optimize.algorithm
+    if algorithm in ("cdpo", "robust_dpo") and not params.optimize.preference.smoothing:
+        yield f"optimize.algorithm (preference.smoothing is 0: {algorithm} is then plain dpo)"
+
+
+def _guards(params: Params) -> Iterator[str]:
+    """A window that no run fills, and actions of guards that are off."""
+    guards, steps = params.optimize.guards, params.optimize.steps
+    if guards.window > steps:
+        yield (
+            f"optimize.guards.window ({guards.window} steps, the run has {steps}: guards that want a whole "
+            "window never act)"
+        )
     for name in guards.actions:
-        if name not in GUARDS:
-            yield f"optimize.guards.actions.{name} (no such guard; there are {', '.join(sorted(GUARDS))})"
-        elif getattr(guards, name, 0.0) is None:
+        if getattr(guards, name, 0.0) is None:
             yield f"optimize.guards.actions.{name} (guards.{name} is null)"
+
+
+def _weights(params: Params) -> Iterator[str]:
+    """Dimensions of scorers whose model has its own, and weights of those that no scorer gives."""
+    used = params.dimensions()
+    known = RewardsParams().weights
+    for scorer in params.optimize.rewards.scorers:
+        headed = scorer.kind == "learned" and not scorer.path and params.reward.heads
+        if headed and scorer.floor is None and scorer.dimension != "quality":
+            yield f"optimize.rewards.scorers, {scorer.name}: dimension (reward.heads name the dimensions)"
+    if used is None or len(used) == 1:
+        return
+    for name, value in params.optimize.rewards.weights.items():
+        if name not in used and known.get(name) != value:
+            yield f"optimize.rewards.weights.{name} (no scorer gives this dimension)"
 
 
 def _below(key: str, keys: tuple[str, ...]) -> bool:

@@ -27,7 +27,7 @@ from flows.finding import Finding
 from flows.memory import Shape, at_once, estimate, shape_of
 from flows.secrets import mask
 from tasks.params import Params, load, parse, read_profile
-from tasks.places import home, read_json
+from tasks.places import home
 from tasks.publish import check_writable
 from training.config import ON_PAIRS
 from training.models import cpu_gains_by_bf16, resolve
@@ -64,6 +64,7 @@ def look(project: Path, profile: str | None = None) -> Iterator[Finding]:
     yield from _temperature(params)
     yield from _guarded("data", lambda: _data(project, params))
     yield from _guarded("model", lambda: inputs.models(project, params))
+    yield from _guarded("lengths", lambda: inputs.lengths(project, params))
     yield from _machine(project, params)
 
 
@@ -248,12 +249,8 @@ MEMORY_REMEDY = (
 
 
 def _shape(project: Path, params: Params) -> Shape | None:
-    """From the config of the base stage's output, when it is of this source, or of a local folder."""
-    folder = records.tokenizer_folder(project, params)
-    for place in (folder, project / params.model.source):
-        if place is not None and (place / "config.json").is_file():
-            return shape_of(read_json(place / "config.json"))
-    return None
+    config = inputs.base_config(project, params)
+    return None if config is None else shape_of(config)
 
 
 def _precision(params: Params) -> Iterator[Finding]:

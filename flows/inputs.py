@@ -1,5 +1,5 @@
-"""Whether the files and models that params.yaml names are there: asked by `doctor`, and by `run` before
-anything is started.
+"""Whether the files and models that params.yaml names are there, and read as much as it allows: asked by
+`doctor`, and by `run` before anything is started.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from data.config import DataParams
 from data.errors import ConfigurationError, DataError
@@ -16,8 +16,10 @@ from data.hub import reachable
 from data.readers import SUFFIXES
 from flows.dag import Dag
 from flows.finding import Finding, State
+from flows.records import tokenizer_folder
 from tasks.params import FILE, Params, read_raw
-from training.config import minilm_folder
+from training import positions
+from training.config import RewardParams, minilm_folder
 
 _ABSENT = object()
 
@@ -39,10 +41,10 @@ def sections(project: Path, dag: Dag) -> Iterator[Finding]:
 
 
 def require(project: Path, params: Params) -> None:
-    """Raises DataError or ConfigurationError that names every missing file and model."""
-    missing = [
-        one for one in (*files(project, params.data), *models(project, params)) if one.verdict == "broken"
-    ]
+    """Raises DataError or ConfigurationError that names every missing file and model, and every length that a
+    model has no positions for."""
+    found = (*files(project, params.data), *models(project, params), *lengths(project, params))
+    missing = [one for one in found if one.verdict == "broken"]
     if missing:
         kind = DataError if missing[0].kind == "data" else ConfigurationError
         raise kind(_told(missing))
@@ -99,6 +101,45 @@ def models(project: Path, params: Params) -> Iterator[Finding]:
                 yield Finding(name, "broken", seen, remedy)
         elif model != "policy":
             yield _model(project, name, model)
+
+
+def base_config(project: Path, params: Params) -> dict[str, Any] | None:
+    """config.json of the base model: the base stage's, when it is of this source, else a local folder's."""
+    for place in (tokenizer_folder(project, params), project / params.model.source):
+        if place is not None and (found := _config(place)) is not None:
+            return found
+    return None
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """A model folder's config.json; None without one that can be read, which `models` tells."""
+    try:
+        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def lengths(project: Path, params: Params) -> Iterator[Finding]:
+    """The lengths that the stages allow, against the positions of the models that are known already."""
+    policy = base_config(project, params)
+    for name in ("sft", "reward", "judge", "optimize", "evaluate"):
+        section = getattr(params, name)
+        config = (
+            policy if getattr(section, "model", "policy") == "policy" else _score_config(project, section)
+        )
+        found = None if config is None else positions.over(config, section)
+        if found is not None:
+            yield Finding(f"{name} length", "broken", found, positions.REMEDY)
+
+
+def _score_config(project: Path, section: RewardParams) -> dict[str, Any] | None:
+    if section.model != "minilm":
+        return _config(project / section.model)
+    try:
+        return _config(minilm_folder())
+    except ConfigurationError:
+        return None  # told by `models`
 
 
 def _model(project: Path, what: str, source: str) -> Finding:

@@ -24,7 +24,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from data.config import DataParams
 from data.errors import ConfigurationError
 from tasks.places import home, write_text
-from training.config import EvaluateParams, OptimizeParams, RewardParams, Section, SftParams
+from training.config import ON_PAIRS, EvaluateParams, OptimizeParams, RewardParams, Section, SftParams
 
 FILE = "params.yaml"
 
@@ -52,10 +52,10 @@ class PromoteParams(Section):
     """What a candidate must show; a gate that can not be computed fails."""
 
     min_win_rate_lower: float = Field(
-        0.5, ge=0, le=1, description="the interval's lower end must be above it; .5 is 'no worse than a coin'"
+        0.5, ge=0, lt=1, description="the interval's lower end must be above it; .5 is 'no worse than a coin'"
     )
     min_length_controlled: float = Field(
-        0.5, ge=0, le=1, description="the length-controlled win rate must be above it [2404.04475]"
+        0.5, ge=0, lt=1, description="the length-controlled win rate must be above it [2404.04475]"
     )
     max_kl: float = Field(10.0, gt=0, description="KL of the candidate to the SFT model, nats an answer")
     min_prompts: int = Field(100, ge=1, description="compared prompts below which nothing is decided")
@@ -133,6 +133,12 @@ class Params(Section):
                 f"({self.promote.min_prompts}), so no candidate could ever be promoted; raise the first or "
                 "lower the second"
             )
+        if not self.evaluate.kl_prompts:
+            raise ValueError(
+                "evaluate.kl_prompts: 0 leaves promote.max_kl without a measurement, and a gate without one "
+                "fails, so no candidate could ever be promoted; raise it"
+            )
+        self._rewarded()
         empty = {"judge": "judge", "validation": "reward", "test": "judge"}
         for part, stage in empty.items():
             if self.data.min_pairs and not getattr(self.data.splits, part):
@@ -140,6 +146,41 @@ class Params(Section):
                     f"data.splits.{part}: 0 leaves the {stage} stage without pairs; give it a share above 0"
                 )
         return self
+
+    def dimensions(self) -> set[str] | None:
+        """What optimize.rewards' scorers give; None where a model of its own tells only once it is loaded."""
+        found: set[str] = set()
+        for scorer in self.optimize.rewards.scorers:
+            if scorer.kind == "learned" and scorer.path:
+                return None
+            heads = self.reward.heads if scorer.kind == "learned" else ()
+            found |= set(heads) or {scorer.dimension}
+        return found
+
+    def _rewarded(self) -> None:
+        """Weights and floors against the dimensions that the reward model's heads give."""
+        rewards, used = self.optimize.rewards, self.dimensions()
+        if self.optimize.algorithm in ON_PAIRS or used is None:
+            return
+        missing = sorted(used - set(rewards.weights))
+        if missing:
+            raise ValueError(
+                f"optimize.rewards.weights has no weight for {missing}; it has {sorted(rewards.weights)}: "
+                "add one, or name the dimension (reward.heads, the scorer's dimension) otherwise"
+            )
+        if not any(rewards.weights[name] for name in used):
+            raise ValueError(
+                f"optimize.rewards.weights of {sorted(used)} are all 0, and no other dimension is scored: "
+                "give one of them a weight above 0"
+            )
+        for scorer in rewards.scorers:
+            headed = scorer.kind == "learned" and self.reward.heads
+            if headed and scorer.floor is not None and scorer.dimension not in self.reward.heads:
+                raise ValueError(
+                    f"optimize.rewards.scorers: {scorer.name}: its floor is on dimension "
+                    f"{scorer.dimension!r}, which is none of reward.heads "
+                    f"({', '.join(self.reward.heads)}); set dimension to the head that the floor is for"
+                )
 
 
 def load(project: Path) -> Params:

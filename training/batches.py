@@ -135,7 +135,8 @@ def collate(trees: Sequence[Tree], pad_id: int, shared: bool) -> Batch:
     longest = max(len(answer) for tree in trees for answer in tree.answers)
     count = sum(len(tree.answers) for tree in trees)
     ids = torch.full((len(rows), width), pad_id)
-    # Padding goes on counting: a position that fell back would read as a second, packed sequence.
+    # Padding of plain rows goes on counting: a position that fell back would read as a second, packed
+    # sequence.
     positions = torch.arange(width).repeat(len(rows), 1)
     padding = torch.ones(len(rows), width, dtype=torch.bool)
     source, targets = (

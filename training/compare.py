@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import ConfigurationError, DataError, Stopped
 from data.records import Prompt, read_records
-from training import rules
+from training import positions, rules
 from training.batches import Tree, cannot_share, collate, plan
 from training.chat import decode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.config import EvaluateParams
@@ -135,6 +135,8 @@ def compare(
     run: RunDir, params: EvaluateParams, prompts: Sequence[Prompt], world: int
 ) -> list[dict[str, Any]]:
     """Rows of one rank's prompts."""
+    for name in (*SIDES, *(["reference"] if "reference" in run.config["inputs"] else [])):
+        positions.require_at(run.input(name), params, run.config["stage"])
     toks = tokenizers(run, prompts[0])
     lengths = [len(encode_prompt(toks["candidate"], prompt.prompt)) for prompt in prompts]
     fits = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= params.max_prompt]

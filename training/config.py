@@ -224,7 +224,10 @@ class RewardParams(Section):
     )
 
     model: str = Field(
-        "minilm", min_length=1, description="minilm, policy (the stage's causal LM), a folder or a hub id"
+        "minilm",
+        min_length=1,
+        description="minilm, policy (the stage's causal LM), a folder or a hub id (encoder or causal LM; a "
+        "head of its own is left out)",
     )
     lr: float = Field(
         1e-4, gt=0, description="peak learning rate; 1e-4 measured with MiniLM, 3e-5 for a causal LM"
@@ -260,11 +263,10 @@ class RewardParams(Section):
     frozen_layers: int = Field(
         0,
         ge=0,
-        description="lowest layers that stay as they are, embeddings too; 3 of MiniLM's 6: 1/3 less work",
+        description="lowest layers that stay as they are, embeddings too; 3 of MiniLM's 6: 1/3 less work; "
+        "with lora all of them stay, lora.layers says where adapters are",
     )
-    lora: LoraParams | None = Field(
-        None, description="adapters on a causal LM; null: all weights are trained"
-    )
+    lora: LoraParams | None = Field(None, description="adapters; null: all weights are trained")
     precision: Precision = Field(
         "auto",
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
@@ -387,10 +389,34 @@ class ScorerParams(Section):
     path: str = Field(
         "", description="folder, dotted path module:callable, or URL; empty: the reward stage's model"
     )
-    dimension: str = Field("quality", min_length=1, description="which weight it falls under")
-    floor: float | None = Field(
-        None, description="an answer below it gets at most rewards.cap; null: no floor"
+    dimension: str = Field(
+        "quality",
+        min_length=1,
+        description="which weight it falls under; a model with several heads has theirs, and this names the "
+        "head that the floor is for",
     )
+    floor: float | None = Field(
+        None,
+        description="an answer below it in this dimension gets at most rewards.cap; null: no floor; for "
+        "floors on two heads name the model twice",
+    )
+
+    @model_validator(mode="after")
+    def _found(self) -> Self:
+        # An address may hold a credential, so no message repeats it.
+        if self.kind == "http":
+            parts = urlsplit(self.path)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+                raise ValueError(
+                    f"scorer {self.name}: path must be an http:// or https:// address without a user name"
+                )
+        module, colon, name = self.path.partition(":")
+        if self.kind == "function" and not (module and colon and name):
+            raise ValueError(
+                f"scorer {self.name}: path: {self.path!r} names no function; give module:callable, such as "
+                "training.verify:gsm8k"
+            )
+        return self
 
 
 class RewardsParams(Section):
@@ -429,8 +455,38 @@ class RewardsParams(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _weighed(self) -> Self:
+        wrong = {name: value for name, value in self.weights.items() if value < 0}
+        if wrong:
+            raise ValueError(
+                f"weights: {wrong} must be >= 0 (a scorer that wants less of something gives the negative "
+                "score); raise it, or set 0"
+            )
+        named = {scorer.dimension for scorer in self.scorers if scorer.kind != "learned"}
+        missing = sorted(named - set(self.weights))
+        if missing:
+            raise ValueError(
+                f"weights has no weight for {missing}; it has {sorted(self.weights)}: add one, or name the "
+                "scorer's dimension otherwise"
+            )
+        if not any(self.weights.values()):
+            raise ValueError(
+                f"weights: {self.weights} leaves no reward at all; give one dimension a weight above 0"
+            )
+        names = [scorer.name for scorer in self.scorers]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"scorers: a name stands twice in {names}; give each its own, metrics tell by it"
+            )
+        return self
+
 
 Action = Literal["warn", "lower_lr", "raise_beta", "rollback", "stop"]
+
+
+ALWAYS_ON: frozenset[str] = frozenset({"nonfinite", "scorer_errors"})
+"""Guards without a bound of their own."""
 
 
 class GuardParams(Section):
@@ -481,6 +537,18 @@ class GuardParams(Section):
     lr_factor: float = Field(0.5, gt=0, lt=1, description="what lower_lr and rollback multiply lr with")
     beta_factor: float = Field(2.0, gt=1, description="what raise_beta and rollback multiply beta with")
     max_rollbacks: int = Field(2, ge=0, description="rollbacks before the next one is a stop")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        settings = {"gap_every", "window", "actions", "lr_factor", "beta_factor", "max_rollbacks"}
+        known = (type(self).model_fields.keys() - settings) | ALWAYS_ON
+        strange = sorted(self.actions.keys() - known)
+        if strange:
+            raise ValueError(
+                f"guards.actions: there is no guard called {' or '.join(strange)}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        return self
 
 
 class GeneratorParams(Section):
@@ -651,6 +719,12 @@ class OptimizeParams(Section):
                 f"ppo.minibatches ({self.ppo.minibatches}) must be <= the prompts of a rank "
                 f"({self.prompts} prompts, {self.processes} processes): each mini batch needs one"
             )
+        if self.algorithm == "ppo" and self.ppo.value_warmup >= self.steps:
+            raise ValueError(
+                f"ppo.value_warmup ({self.ppo.value_warmup}) must be below steps ({self.steps}): the policy "
+                "itself would never be trained; lower the first or raise the second"
+            )
+        self._rewarded()
         if self.algorithm == "online_dpo" and self.beta == 0:
             raise ValueError("algorithm: online_dpo needs beta > 0 (0 gives a constant loss); .1 is usual")
         if self.engine.tensor_parallel > 1 and self.algorithm not in ON_PAIRS:
@@ -668,6 +742,21 @@ class OptimizeParams(Section):
                 f"algorithm: {self.algorithm} needs beta > 0 (0 gives a constant loss); .1 is usual"
             )
         return self
+
+    def _rewarded(self) -> None:
+        """What would make the rewards of a run on its own samples something else than meant."""
+        if self.algorithm in ON_PAIRS:
+            return
+        if self.rewards.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"rewards.overlong_buffer ({self.rewards.overlong_buffer}) must be <= max_new_tokens "
+                f"({self.max_new_tokens}): an answer of no length would be penalised already; lower it"
+            )
+        if self.rewards.normalise == "group" and self.group < 2:
+            raise ValueError(
+                f"rewards.normalise: group with group: {self.group} makes every reward 0 (one sample is its "
+                "own mean); set rewards.normalise: batch or none, or group >= 2"
+            )
 
 
 class EvaluateParams(Section):

@@ -176,7 +176,17 @@ def dimension_weights(names: Sequence[str], weights: dict[str, float]) -> list[f
 
 def build_scorers(params: RewardsParams, reward: Path | None) -> list[Scorer]:
     """The scorers that the parameters name; `reward`: the reward stage's model."""
-    return [_scorer(scorer, params, reward) for scorer in params.scorers]
+    built = [_scorer(scorer, params, reward) for scorer in params.scorers]
+    for scorer, made in zip(params.scorers, built, strict=True):
+        if scorer.floor is not None and scorer.dimension not in made.dimensions:
+            for each in built:
+                each.close()
+            raise ConfigurationError(
+                f"rewards.scorers: {scorer.name}: its floor is on dimension {scorer.dimension!r}, which is "
+                f"none of its model's heads ({', '.join(made.dimensions)}); set dimension to the head that "
+                "the floor is for"
+            )
+    return built
 
 
 def _scorer(scorer: ScorerParams, params: RewardsParams, reward: Path | None) -> Scorer:

@@ -47,6 +47,8 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
     log_ratios = kl.log_ratio(found.rollout_logp, ref_logp, found.mask)
     reward, length = scored.reward[known].double(), lengths[known].double()
     constant = advantages.constant_groups(found.grouped(scored.reward), found.grouped(known))
+    # A sample alone (ppo, reinforce_pp) is compared with nothing, and not for that without a lesson.
+    constant &= found.group > 1
     # Without the token that ends an answer: two of them may close alike.
     prompts = [tree.prompt for tree in found.trees for _ in tree.answers]
     made = [ids for tree in found.trees for ids in tree.answers]

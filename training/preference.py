@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from data.errors import ConfigurationError, Stopped
-from training import kl, losses, watch
+from training import kl, losses, positions, watch
 from training.batches import Tree, cannot_share, collate, deal, plan, step_rows, steps_per_epoch
 from training.chat import load_tokenizer, template_hash
 from training.checkpoint import Checkpoints
@@ -232,6 +232,7 @@ def main(run: RunDir) -> None:
     source = run.input("model")
     tok = load_tokenizer(source)
     items, test, dropped = read(run, tok, params)
+    positions.require_at(source, params, run.config["stage"])
     connect()
     model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
     total = min(params.steps, params.preference.epochs * steps_per_epoch(len(items), params.prompts))

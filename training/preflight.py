@@ -1,11 +1,13 @@
 """Checks that stop a run on policy before its first update, each for a fault that otherwise shows as nothing
-but a worse model: tokenisation, the generator's log-probabilities, the reference, the shared prompt.
+but a worse model: positions, tokenisation, the generator's log-probabilities, the reference, the shared
+prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import ConfigurationError
 from data.records import Prompt
-from training import chat
+from training import chat, positions
 from training.batches import Tree
+from training.config import OptimizeParams
 from training.generate import Generator
 from training.kl import ratio
 from training.learner import Learner, Rolled
@@ -27,6 +30,11 @@ GENERATOR_BOUND = {"fp32": 1e-3, "bf16": 0.1}
 """Largest |logp difference| of a token, generator against trainer; bfloat16 keeps 3 digits. Mean in bf16."""
 SHARED_BOUND = {"fp32": 1e-3, "bf16": 0.1}
 """The same, for shared against unshared prompts, and for the kept hidden states against computing them."""
+
+
+def lengths(source: Path, params: OptimizeParams) -> None:
+    """Prompt and answer within the model's positions, before its weights are read."""
+    positions.require_at(source, params, "optimize")
 
 
 def tokens(tok: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:

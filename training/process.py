@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.errors import ConfigurationError, DataError
 from data.records import StepLabels, read_records
-from training import losses, watch
+from training import losses, positions, watch
 from training.batches import Tree, deal, plan, step_rows, steps_per_epoch
 from training.checkpoint import Checkpoints
 from training.config import GateParams, ProcessParams, RewardParams
@@ -132,6 +132,7 @@ def main(run: RunDir) -> None:
             "at least 1; add records of prompt, steps and labels to data.files, or set reward.process: null"
         )
     source = locate(params.model, run.input("model") if params.model == "policy" else None)
+    positions.require_at(source, params, run.config["stage"])
     connect()
     members, kind = build_members(source, params, run.seed)
     if kind != "causal":

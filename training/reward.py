@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from data.errors import ConfigurationError, DataError, DivergenceError, InfrastructureError, Stopped
 from data.records import Preference, read_records
-from training import losses, watch
+from training import losses, positions, watch
 from training.batches import Batch, deal, fill, step_rows, steps_per_epoch
 from training.checkpoint import Checkpoints
 from training.config import GateParams, RewardParams
@@ -156,6 +156,7 @@ def main(run: RunDir) -> None:
     if not rows or not test:
         raise DataError(f"{len(rows)} pairs to learn from and {len(test)} held out: both must be at least 1")
     source = locate(params.model, run.input("model") if params.model == "policy" else None)
+    positions.require_at(source, params, run.config["stage"])
     connect()
     members, kind = build_members(source, params, run.seed)
     tok = load_score_tokenizer(source, kind)

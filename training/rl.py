@@ -419,6 +419,7 @@ def set_up(run: RunDir) -> Setting:
             f"{params.max_prompt}, {len(held_out)} set apart), a step asks for {params.prompts}; give more "
             "prompts, or lower optimize.prompts or optimize.held_out"
         )
+    preflight.lengths(source, params)
     preflight.tokens(tok, prompts)
     connect()
     model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)

@@ -15,6 +15,7 @@ A folder holds score.json, the tokenizer, and for each ensemble member its backb
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import shutil
@@ -47,6 +48,8 @@ CANARIES = (
     ("hello", "Good morning! How can I help you today?"),
 )
 """Texts whose scores are kept with a model: another tokenizer, template, cut or head gives others."""
+SAME_STATE = 1e-5
+"""Share of a state's size that rounding may move it by."""
 CANARY_BOUND = 1e-3
 """Largest difference of a canary's score in float32; other kernels differ by about 1e-5."""
 
@@ -86,13 +89,14 @@ class Member(nn.Module):
             pooled = hidden_states(inner, batch)[batch.last]
         elif self.kind == "causal":
             positions = (batch.mask.long().cumsum(1) - 1).clamp(min=0)
-            out = inner(
-                input_ids=batch.ids, attention_mask=batch.mask.long(), position_ids=positions, use_cache=False
-            )
-            hidden = out.last_hidden_state
+            named = accepted(inner, position_ids=positions, use_cache=False)
+            hidden = inner(input_ids=batch.ids, attention_mask=batch.mask.long(), **named).last_hidden_state
             pooled = hidden[torch.arange(len(hidden)), last_token(batch.mask)]
         else:
-            out = inner(input_ids=batch.ids, attention_mask=batch.mask.long(), token_type_ids=batch.types)
+            # RoBERTa has one token type, DistilBERT none: there the separator alone tells the answer.
+            typed = getattr(inner.config, "type_vocab_size", 0) > 1
+            named = accepted(inner, token_type_ids=batch.types) if typed else {}
+            out = inner(input_ids=batch.ids, attention_mask=batch.mask.long(), **named)
             read = batch.types if self.pooling == "answer" else batch.mask
             weight = read[..., None].float()
             pooled = (out.last_hidden_state.float() * weight).sum(1) / weight.sum(1)
@@ -106,12 +110,49 @@ def last_token(mask: Bool[Tensor, "B T"]) -> Int[Tensor, " B"]:
     return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
 
 
+def accepted(module: nn.Module, **named: Any) -> dict[str, Any]:
+    """Those of some arguments that a module's forward pass has a name for."""
+    known = inspect.signature(module.forward).parameters
+    return {name: value for name, value in named.items() if name in known}
+
+
 def load_backbone(path: Path | str) -> tuple[Any, Kind]:
-    """Backbone without any head, in float32, and how it is read; a missing weight is an error."""
+    """Backbone without any head, in float32, and how it is read; a missing weight is an error.
+
+    A checkpoint's own score head (...ForSequenceClassification) is left behind: ours is trained on the pairs.
+    """
+    model = _trunk(path)
+    if not looks_back_only(model):
+        return model, "encoder"
+    model.config.use_cache = False
+    return model, "causal"
+
+
+@torch.no_grad()
+def looks_back_only(model: Any) -> bool:
+    """Whether the first token's state stays as it is when all that follows is another text.
+
+    Asked of the model itself: a name does not tell. Qwen2ForSequenceClassification is as causal as
+    Qwen2ForCausalLM, and an embedding model may read the very same layers in both directions.
+    """
+    first = torch.arange(5, 13)
+    second = torch.cat([first[:1], first[1:] + 8])
+    ids = torch.stack([first, second]) % model.config.get_text_config().vocab_size
+    out = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    states = out.last_hidden_state[:, 0].float()
+    return bool((states[0] - states[1]).abs().max() <= SAME_STATE * states.abs().max())
+
+
+def _trunk(path: Path | str) -> Any:
     disable_progress_bar()
     set_verbosity_error()  # Missing weights are an error here, not a table on the screen.
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        if config.is_encoder_decoder:
+            raise ConfigurationError(
+                f"{path}: {config.model_type} has an encoder and a decoder, a score model is one of them; "
+                "name an encoder (BERT, RoBERTa, DeBERTa) or a causal LM"
+            )
         model, info = AutoModel.from_pretrained(
             str(path), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
@@ -122,11 +163,7 @@ def load_backbone(path: Path | str) -> tuple[Any, Kind]:
         raise ConfigurationError(f"{path}: weights are missing: {missing[:5]}")
     if hasattr(model, "pooler"):
         model.pooler = None
-    names = " ".join(config.architectures or ())
-    causal = "CausalLM" in names or "LMHead" in names or type(model).__name__.startswith(("Llama", "GPT"))
-    if causal:
-        model.config.use_cache = False
-    return model, "causal" if causal else "encoder"
+    return model
 
 
 def locate(model: str, policy: Path | None) -> Path | str:
@@ -215,7 +252,9 @@ class ScoreModel:
             settings = json.loads((folder / "score.json").read_text(encoding="utf-8"))
             members = []
             for number in range(settings["members"]):
-                backbone, _ = load_backbone(folder / f"member-{number}")
+                backbone = _trunk(folder / f"member-{number}")
+                if settings["kind"] == "causal":
+                    backbone.config.use_cache = False
                 heads, pooling = max(1, len(settings["heads"])), settings.get("pooling", "all")
                 member = Member(backbone, settings["kind"], heads, 0, pooling)
                 head = load_file(folder / f"member-{number}" / "head.safetensors")["head"]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError, Stopped
 from data.records import Demonstration, Preference, read_records
-from training import losses, watch
+from training import losses, positions, watch
 from training.batches import Tree, cannot_share, collate, deal, plan, step_rows, steps_per_epoch
 from training.chat import encode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.checkpoint import Checkpoints
@@ -96,6 +96,7 @@ def main(run: RunDir) -> None:
             "raise sft.max_length and sft.max_prompt, or give other data"
         )
     preflight(tok, rows[0].prompt, rows[0].answer)
+    positions.require_at(source, params, run.config["stage"])
     connect()
     model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
     total = params.epochs * steps_per_epoch(len(trees), params.batch)
@@ -174,11 +175,15 @@ def stop_share(
     """Share of sampled answers that end by themselves within twice the longest answer that was learned.
 
     A model that never learned to stop shows here, not in its loss. None: not looked at, or sharded weights.
+    Where the model has fewer positions than that, answers get as many as are left.
     """
     if params.stop_check == 0 or params.engine.zero == 3 or params.engine.tensor_parallel > 1:
         return None
     cap = 2 * max(len(tree.answers[0]) for tree in trees)
     prompts = [tree.prompt for tree in trees[: params.stop_check]]
+    limit = positions.positions(model.config.to_dict())
+    if limit is not None:
+        cap = min(cap, limit - max(map(len, prompts)))
     generator = BuiltinGenerator(
         model, stop_ids(tok), int(tok.pad_token_id), autocast=lambda: autocast(params.precision)
     )

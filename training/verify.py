@@ -27,35 +27,83 @@ Check = Callable[..., bool]
 
 # -- GSM8K ---------------------------------------------------------------------------------------------------
 
-_NUMBER = r"[-+]?\s?[$\u20ac\u00a3]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?"
-_FOUND = re.compile(rf"(?<![\w.,/])(?=[-+$\u20ac\u00a3.\d]){_NUMBER}(?<=\d)")
+_SIGN = r"(?:[-+]\s?)?"
+_COIN = "[$\u20ac\u00a3]?\\s?"
+_PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_RAISED = r"(?:[eE][-+]?\d{1,2}(?!\d)|(?:\s?(?:\\times|\\cdot|[x\u00d7*])\s?10)?\^\{?[-+]?\d{1,2}(?!\d)\}?)"
+_NUMBER = rf"{_SIGN}{_COIN}{_SIGN}(?:\d{{1,4}}\s+\d+/\d+|{_PLAIN}{_RAISED}?(?:\s?/\s?[-+]?{_PLAIN})?)"
+_FOUND = re.compile(rf"(?<![\w.,/^])(?=[-+$\u20ac\u00a3.\d]){_NUMBER}")
 _STATED = (
     re.compile(rf"####\s*({_NUMBER})"),
-    re.compile(rf"\\boxed\{{\s*\\?({_NUMBER})"),
+    re.compile(rf"\\boxed\{{\s*(?:[A-Za-z]\s*=\s*)?({_NUMBER})"),
     re.compile(rf"(?:^|\n)\s*A:\s*({_NUMBER})"),
     re.compile(rf"\banswer(?: is|:)[\s*:=]*({_NUMBER})", re.IGNORECASE),
 )
+_WRITTEN = re.compile(
+    rf"(?P<sign>[-+$\u20ac\u00a3\s]*)(?:(?P<whole>\d+)\s+(?=\d+/))?(?P<top>{_PLAIN})(?P<raised>{_RAISED})?"
+    rf"(?:\s*/\s*(?P<bottom>[-+]?{_PLAIN}))?\s*%?\.?"
+)
+_TYPESET = (
+    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"(?<=\d)\s*\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2"),
+    (re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"(?<=\d)\s*\\[dtc]?frac\s*(\d)\s*(\d)"), r" \1/\2"),
+    (re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)"), r"\1/\2"),
+)
+_SPACING = re.compile(r"\\(?:left|right)\b|\\[,!()\[\]]|\\(?=[$%])|\{(?=,\})|(?<=\{,)\}")
+_DEEP = 4
+"""Braces in braces that are taken apart: \\boxed{\\mathbf{\\frac{1}{2}}} has three."""
+
+
+def _untypeset(text: str) -> str:
+    """LaTeX's way to write numbers as plain text: \\frac{1}{2} is 1/2, 2\\frac{1}{2} is 2 1/2, 1{,}000 is
+    1,000, \\text{} what stands in it; the minus sign of typesetting is the one of keyboards."""
+    text = _SPACING.sub("", text.replace("\u2212", "-").replace("{,}", ","))
+    for _ in range(_DEEP):
+        before = text
+        for pattern, plain in _TYPESET:
+            text = pattern.sub(plain, text)
+        if text == before:
+            break
+    return text
 
 
 def number(text: str) -> Fraction | None:
-    """Exact value of one number as people write it: $1,234.50, -3, 3/4; None when it is none."""
-    plain = re.sub(r"[\s,$\u20ac\u00a3+]", "", text)
-    try:
-        return Fraction(plain)
-    except (ValueError, ZeroDivisionError):
-        pass
-    top, slash, bottom = plain.partition("/")
-    try:
-        return Fraction(top) / Fraction(bottom) if slash else None
-    except (ValueError, ZeroDivisionError):
+    """Exact value of one number as people write it: $1,234.50, -3, 3/4, 2 1/2, 1e3, 10^3, \\frac{3}{4}; None
+    when it is none. A per cent sign is a unit like any other: 50% is 50."""
+    found = _WRITTEN.fullmatch(_untypeset(text).strip())
+    if found is None:
         return None
+    try:
+        value = _raised(_value(found["top"]), found["raised"] or "")
+        if found["bottom"]:
+            value /= _value(found["bottom"])
+        value += int(found["whole"] or 0)
+    except (ValueError, ZeroDivisionError):  # over Python's limit of digits; over nothing
+        return None
+    return -value if found["sign"].count("-") % 2 else value
+
+
+def _value(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
+
+
+def _raised(value: Fraction, how: str) -> Fraction:
+    """value e3, value^3, or value * 10^3; exponents have two digits, so nothing grows beyond measure."""
+    if not how:
+        return value
+    exponent = int(how.lstrip("eE") if how[0] in "eE" else how.partition("^")[2].strip("{}"))
+    ten = how[0] != "^"
+    return value * Fraction(10) ** exponent if ten else Fraction(value**exponent)
 
 
 def final_number(text: str) -> Fraction | None:
     """The number that an answer ends on: after ####, in \\boxed{}, after "A:" or "answer is", else its last.
 
-    A stated one counts before any later number, and the last statement of a kind before an earlier one.
+    A stated one counts before any later number, and the last statement of a kind before an earlier one. What
+    follows a number (a unit, a full stop) does not matter.
     """
+    text = _untypeset(text)
     for pattern in _STATED:
         stated = [value for match in pattern.finditer(text) if (value := number(match[1])) is not None]
         if stated:
@@ -273,7 +321,8 @@ def followed(answer: str, extra: Mapping[str, Any]) -> list[bool | None]:
     """For each instruction of the row whether it was followed; None where it can't be checked here."""
     said = bool(answer.strip())
     verdicts: list[bool | None] = []
-    for name, settings in zip(extra["instruction_id_list"], extra["kwargs"], strict=True):
+    names, given_each = extra.get("instruction_id_list", ()), extra.get("kwargs", ())
+    for name, settings in zip(names, given_each, strict=True):
         check = IFEVAL_CHECKS.get(name)
         given = {key: value for key, value in settings.items() if value is not None}
         verdicts.append(None if check is None else said and bool(check(answer, **given)))
@@ -289,6 +338,9 @@ def ifeval(prompt: Turns, answer: str, reference: str | None, extra: Mapping[str
 def ifeval_strict(
     prompt: Turns, answer: str, reference: str | None, extra: Mapping[str, Any]
 ) -> float | None:
-    """1 when all instructions were followed, 0 when one was not, None when one can't be checked."""
+    """1 when all instructions were followed, 0 when one was not, None when one can't be checked, or where the
+    row has none."""
     verdicts = followed(answer, extra)
+    if not verdicts:
+        return None
     return 0.0 if False in verdicts else None if None in verdicts else 1.0

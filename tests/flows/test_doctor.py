@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from data.config import DataParams
-from flows import doctor
+from data.errors import ConfigurationError
+from flows import doctor, inputs
 from flows.finding import Finding
 from flows.inputs import files
+from tasks.params import load
 from tests.conftest import ROOT
 
 
@@ -106,3 +111,50 @@ def test_what_may_be_a_data_set_of_the_hub(
     (project / "data").mkdir(exist_ok=True)
     (seen,) = [one for one in files(project, DataParams(files=(name,))) if one.what == "data.files"]
     assert (seen.verdict, "as a hub id" in seen.seen) == ("broken", hub)
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "says"),
+    [
+        ("sft: {max_length: 65}", "sft length", "max_length = 65 tokens, the model has 64 positions"),
+        (
+            "optimize: {max_prompt: 40, max_new_tokens: 25}",
+            "optimize length",
+            "max_prompt + max_new_tokens = 65 tokens",
+        ),
+        ("evaluate: {max_prompt: 40, max_new_tokens: 25}", "evaluate length", "has 64 positions"),
+        ("reward: {max_length: 513}", "reward length", "has 512 positions"),
+        ("reward: {model: models/encoder, max_length: 31}", "reward length", "has 30 positions"),
+        ("judge: {model: policy, max_length: 65}", "judge length", "has 64 positions"),
+    ],
+)
+def test_lengths_that_a_model_has_no_positions_for(project: Path, text: str, what: str, says: str) -> None:
+    own = project / "models" / "tiny"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text('{"model_type": "gpt2", "n_positions": 64}')
+    (own / "model.safetensors").write_text("")
+    encoder = project / "models" / "encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text(
+        '{"model_type": "roberta", "max_position_embeddings": 32, "pad_token_id": 1}'
+    )
+    (encoder / "model.safetensors").write_text("")
+    short: dict[str, dict[str, Any]] = {
+        "model": {"source": "models/tiny"},
+        "sft": {"max_length": 64, "max_prompt": 32},
+        "reward": {"max_length": 64},
+        "judge": {"max_length": 64},
+        "optimize": {"max_prompt": 32, "max_new_tokens": 32},
+        "evaluate": {"max_prompt": 32, "max_new_tokens": 32},
+    }
+    (project / "params.yaml").write_text(yaml.safe_dump(short))
+    assert not [name for name in found(project) if name.endswith(" length")]
+    for name, values in yaml.safe_load(text).items():
+        short[name].update(values)
+    (project / "params.yaml").write_text(yaml.safe_dump(short))
+    findings = {name: one for name, one in found(project).items() if name.endswith(" length")}
+    assert list(findings) == [what]
+    assert (findings[what].verdict, findings[what].kind) == ("broken", "configuration")
+    assert says in findings[what].seen and "lower it" in findings[what].remedy
+    with pytest.raises(ConfigurationError, match=re.escape(f"{what}: ")):
+        inputs.require(project, load(project))

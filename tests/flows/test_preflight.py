@@ -18,6 +18,8 @@ from training.config import LoraParams, OptimizeParams, RewardParams, SftParams
 
 FREE = {"ppo": {"updates": 2}}
 OWN = {"kind": "learned", "name": "r", "path": "x"}
+FUNCTION = {"kind": "function", "name": "f", "path": "a:b"}
+OTHER = {"kind": "function", "name": "s", "path": "a:b", "dimension": "s"}
 LIVE_AND_DEAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # optimize with the setting alive, with it dead, the key that is told
     ({"algorithm": "rloo", "max_new_tokens": 9}, {"algorithm": "dpo", "max_new_tokens": 9}, "max_new_tokens"),
@@ -93,7 +95,30 @@ LIVE_AND_DEAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"generator": {"kind": "vllm", "requests": 2}},
         "generator.requests",
     ),
-    ({"guards": {"actions": {"kl": "stop"}}}, {"guards": {"actions": {"kul": "stop"}}}, "guards.actions.kul"),
+    ({"beta": 0.2}, {"algorithm": "orpo", "beta": 0.2}, "beta"),
+    (
+        {"algorithm": "ppo", "guards": {"value_loss": 9.0}},
+        {"guards": {"value_loss": 9.0}},
+        "guards.value_loss",
+    ),
+    ({"kl": {"target": 2.0}}, {"kl": {"target": 2.0}, "guards": {"kl": None}}, "kl.target"),
+    ({"guards": {"window": 40}}, {"guards": {"window": 41}}, "guards.window"),
+    ({"steps": 5}, {"steps": 4}, "guards.window"),
+    (
+        {"algorithm": "cdpo", "preference": {"smoothing": 0.1}},
+        {"algorithm": "cdpo"},
+        "algorithm",
+    ),
+    (
+        {"algorithm": "robust_dpo", "preference": {"smoothing": 0.1}},
+        {"algorithm": "robust_dpo"},
+        "algorithm",
+    ),
+    (
+        {"rewards": {"weights": {"quality": 2.0, "s": 1.0}, "scorers": [FUNCTION, OTHER]}},
+        {"rewards": {"weights": {"quality": 2.0, "s": 1.0, "t": 1.0}, "scorers": [FUNCTION, OTHER]}},
+        "rewards.weights.t",
+    ),
     (
         {"guards": {"actions": {"length": "stop"}}},
         {"guards": {"length": None, "actions": {"length": "stop"}}},
@@ -136,8 +161,20 @@ def test_dead_settings_outside_optimize() -> None:
         assert told(**{name: {"engine": {"zero": 1, "offload": True}}}) == []
     assert told(model={"source": "gguf:a", "revision": "main"}) == ["model.revision"]
     assert told(model={"source": "owner/name", "revision": "main"}) == []
-    assert told(reward={"lora": {}}) == ["reward.lora"]
-    assert told(reward={"lora": {}, "model": "policy"}) == []
+    assert told(reward={"lora": {}}) == []
+    for name in ("reward", "judge"):
+        assert told(**{name: {"model": "policy", "pooling": "answer"}}) == [f"{name}.pooling"]
+        assert told(**{name: {"pooling": "answer"}}) == []
+        assert told(**{name: {"lora": {}, "frozen_layers": 2}}) == [f"{name}.frozen_layers"]
+    assert told(sft={"stop_check": 2, "engine": {"zero": 3}, "processes": 2}) == ["sft.stop_check"]
+    heads = {"heads": ["quality", "safety"]}
+    weights = {"quality": 2.0, "safety": 1.0}
+    assert told(reward=heads, optimize={"rewards": {"weights": weights}}) == []
+    named = {"kind": "learned", "name": "r", "dimension": "safety"}
+    assert told(reward=heads, optimize={"rewards": {"scorers": [named]}}) == [
+        "optimize.rewards.scorers, r: dimension"
+    ]
+    assert told(reward=heads, optimize={"rewards": {"scorers": [{**named, "floor": 0.0}]}}) == []
     assert told(reward={"members": 2}, optimize={"rewards": {"ensemble": "worst"}}) == []
     assert told(optimize={"rewards": {"ensemble": "worst"}}) == ["optimize.rewards.ensemble"]
 

@@ -163,6 +163,24 @@ def test_writers_wait_for_each_other(project: Path) -> None:
     ("section", "words"),
     [
         ({"evaluate": {"prompts": 50}}, "evaluate.prompts: 50 is below promote.min_prompts (100)"),
+        (
+            {"evaluate": {"kl_prompts": 0}},
+            "evaluate.kl_prompts: 0 leaves promote.max_kl without a measurement",
+        ),
+        ({"promote": {"min_win_rate_lower": 1.0}}, "promote.min_win_rate_lower = 1.0"),
+        ({"promote": {"min_length_controlled": 1.0}}, "promote.min_length_controlled = 1.0"),
+        (
+            {"optimize": {"rewards": {"weights": {"quality": 0.0, "safety": 1.0}}}},
+            "optimize.rewards.weights of ['quality'] are all 0",
+        ),
+        ({"reward": {"heads": ["style"]}}, "optimize.rewards.weights has no weight for ['style']"),
+        (
+            {
+                "reward": {"heads": ["safety", "factuality"]},
+                "optimize": {"rewards": {"scorers": [{"kind": "learned", "name": "r", "floor": 0.0}]}},
+            },
+            "r: its floor is on dimension 'quality', which is none of reward.heads (safety, factuality)",
+        ),
         ({"data": {"splits": {"judge": 0.0, "train": 0.75}}}, "data.splits.judge: 0 leaves the judge stage"),
         ({"data": {"splits": {"validation": 0.0, "train": 0.57}}}, "leaves the reward stage without pairs"),
     ],

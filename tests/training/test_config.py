@@ -7,8 +7,19 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from training import config
-from training.config import EngineParams, OptimizeParams, RewardParams, Section, SftParams
+from training.config import (
+    EngineParams,
+    GuardParams,
+    OptimizeParams,
+    RewardParams,
+    RewardsParams,
+    ScorerParams,
+    Section,
+    SftParams,
+)
+from training.guards import GUARDS
 
+FUNCTION = {"kind": "function", "name": "f", "path": "a:b"}
 SECTIONS = [
     value
     for value in vars(config).values()
@@ -53,6 +64,30 @@ def test_defaults_survive_json(section: type[BaseModel]) -> None:
         (OptimizeParams, {"algorithm": "dpo", "beta": 0.0}, "beta > 0"),
         (OptimizeParams, {"algorithm": "online_dpo", "beta": 0.0}, "online_dpo needs beta > 0"),
         (OptimizeParams, {"prompts": 5, "processes": 2, "ppo": {"minibatches": 3}}, "5 prompts, 2 processes"),
+        (OptimizeParams, {"rewards": {"overlong_buffer": 65}}, r"overlong_buffer \(65\).*lower it"),
+        (OptimizeParams, {"algorithm": "ppo", "ppo": {"value_warmup": 40}}, r"value_warmup \(40\)"),
+        (
+            OptimizeParams,
+            {"algorithm": "ppo", "group": 1, "rewards": {"normalise": "group"}},
+            "makes every reward 0",
+        ),
+        (GuardParams, {"actions": {"kul": "stop"}}, "no guard called kul; there are clipped"),
+        (GuardParams, {"actions": {"window": "stop"}}, "no guard called window"),
+        (RewardsParams, {"weights": {"quality": 0.0}}, "no reward at all"),
+        (RewardsParams, {"weights": {}}, "no reward at all"),
+        (RewardsParams, {"weights": {"quality": 1.0, "style": -0.1}}, r"'style': -0.1.*>= 0"),
+        (RewardsParams, {"scorers": [FUNCTION | {"dimension": "style"}]}, "no weight for"),
+        (RewardsParams, {"scorers": [FUNCTION, FUNCTION]}, "stands twice"),
+        (
+            ScorerParams,
+            {"kind": "http", "name": "h", "path": "ftp://host/x"},
+            "scorer h: path must be an http",
+        ),
+        (ScorerParams, {"kind": "http", "name": "h", "path": "http://"}, "scorer h: path"),
+        (ScorerParams, {"kind": "http", "name": "h", "path": "http://u:secret@host"}, "without a user name"),
+        (ScorerParams, {"kind": "http", "name": "h"}, "scorer h: path"),
+        (ScorerParams, {"kind": "function", "name": "f"}, "names no function"),
+        (ScorerParams, {"kind": "function", "name": "f", "path": "module.callable"}, "names no function"),
     ],
 )
 def test_impossible_values_are_refused(section: type[BaseModel], values: dict[str, Any], says: str) -> None:
@@ -77,6 +112,14 @@ def test_kl_goes_where_the_algorithm_has_it(values: dict[str, Any], expected: tu
     assert (params.kl_where, params.kl_estimator, params.beta) == expected
     again = OptimizeParams.model_validate(json.loads(params.model_dump_json()))
     assert again == params
+
+
+def test_every_guard_can_be_given_an_action_and_the_bounds_of_a_run_on_pairs_are_not_read() -> None:
+    assert GuardParams(actions=dict.fromkeys(GUARDS, "warn")).actions.keys() == GUARDS.keys()
+    unread = {"rewards": {"overlong_buffer": 65, "normalise": "group"}, "group": 1}
+    assert OptimizeParams.model_validate({"algorithm": "dpo", **unread}).group == 1
+    edge = OptimizeParams.model_validate({"rewards": {"overlong_buffer": 64}, "max_new_tokens": 64})
+    assert edge.rewards.overlong_buffer == 64
 
 
 def test_sections_are_frozen() -> None:

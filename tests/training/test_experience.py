@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from data.errors import ConfigurationError
 from data.records import Prompt
-from tests.training.tiny import byte_tokenizer, prompt
+from tests.training.tiny import byte_tokenizer, prompt, save_encoder
 from training.config import RewardsParams
 from training.experience import (
     Experience,
@@ -23,6 +24,7 @@ from training.experience import (
     select,
 )
 from training.generate import Rollout
+from training.score import Member, ScoreModel, load_backbone, load_score_tokenizer
 from training.scorers import Answered, FunctionScorer, HttpScorer, Outcome
 
 
@@ -167,6 +169,51 @@ def test_of_several_floors_of_a_dimension_the_strictest_holds() -> None:
         scorers = tuple(scorer(name, floor) for name, floor in zip("abc", floors, strict=True))
         found = scoring([Fixed(("quality", "safety"), rows)], scorers=scorers, cap=0.0)(answers(TEXTS), 2)
         assert found.reward.tolist() == pytest.approx([0.0, 0.0, 0.0, plain[3]]), floors
+
+
+@pytest.fixture
+def two_heads(tmp_path: Path) -> Path:
+    """A published model with the heads helpful and safety."""
+    backbone, kind = load_backbone(save_encoder(tmp_path / "encoder"))
+    settings = {"kind": kind, "heads": ["helpful", "safety"], "members": 1, "max_length": 64}
+    tok = load_score_tokenizer(tmp_path / "encoder", kind)
+    ScoreModel([Member(backbone, kind, 2, 5)], tok, settings, "fp32").save(tmp_path / "score")
+    return tmp_path / "score"
+
+
+def test_a_floor_guards_the_head_that_it_names(two_heads: Path) -> None:
+    given = answers(TEXTS)
+    columns = ScoreModel.load(two_heads).score([(answer.prompt.prompt, answer.text) for answer in given])
+    for head, name in enumerate(("helpful", "safety")):
+        bound = float(columns[:, head].sort().values[2])  # two of four answers lie below
+        scorer = {"kind": "learned", "name": "r", "dimension": name, "floor": bound}
+        params = {"scorers": [scorer], "weights": {"helpful": 1.0, "safety": 1.0}, "cap": -50.0}
+        built = build_scorers(RewardsParams.model_validate(params), two_heads)
+        found = scoring(built, **params)(given, 2)
+        assert ((found.reward == -50.0) == (columns[:, head] < bound)).all()
+        assert int((found.reward == -50.0).sum()) == 2
+
+
+def test_the_model_named_twice_has_floors_on_two_heads(two_heads: Path) -> None:
+    given = answers(TEXTS)
+    columns = ScoreModel.load(two_heads).score([(answer.prompt.prompt, answer.text) for answer in given])
+    bounds = [float(columns[:, head].sort().values[1]) for head in (0, 1)]  # one answer below each
+    scorers = [
+        {"kind": "learned", "name": name, "dimension": name, "floor": bound}
+        for name, bound in zip(("helpful", "safety"), bounds, strict=True)
+    ]
+    params = {"scorers": scorers, "weights": {"helpful": 1.0, "safety": 1.0}, "cap": -50.0}
+    found = scoring(build_scorers(RewardsParams.model_validate(params), two_heads), **params)(given, 2)
+    below = (columns < torch.tensor(bounds)).any(1)
+    assert ((found.reward == -50.0) == below).all() and bool(below.any()) and not bool(below.all())
+
+
+def test_a_floor_on_no_head_of_the_model_is_refused(two_heads: Path) -> None:
+    scorer = {"kind": "learned", "name": "r", "floor": 0.0}
+    with pytest.raises(ConfigurationError, match=r"r: its floor is on dimension 'quality'.*helpful, safety"):
+        build_scorers(RewardsParams.model_validate({"scorers": [scorer]}), two_heads)
+    free = RewardsParams.model_validate({"scorers": [{**scorer, "floor": None}]})
+    assert build_scorers(free, two_heads)[0].dimensions == ("helpful", "safety")
 
 
 def whitened(values: Sequence[float]) -> list[float]:

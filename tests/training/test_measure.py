@@ -35,13 +35,13 @@ def test_shared_phrase_counts_answers_not_places() -> None:
     assert shared_phrase([[1, 2], [1, 2]]) == 0.0 and shared_phrase([[3, 3, 3]]) == 1.0
 
 
-def experience(texts: Sequence[str], scores: Sequence[float]) -> Experience:
-    """Two samples a prompt; every answer ends by itself but the last."""
+def experience(texts: Sequence[str], scores: Sequence[float], group: int = 2) -> Experience:
+    """`group` samples a prompt; every answer ends by itself but the last."""
     tok = byte_tokenizer()
     ids = [tok(text, add_special_tokens=False)["input_ids"] + [1] for text in texts]
     ids[-1] = ids[-1][:-1]
     finished = [True] * (len(ids) - 1) + [False]
-    groups = [slice(start, start + 2) for start in range(0, len(ids), 2)]
+    groups = [slice(start, start + group) for start in range(0, len(ids), group)]
     rollout = Rollout(
         answers=[ids[group] for group in groups],
         logp=[[[-1.0] * len(one) for one in ids[group]] for group in groups],
@@ -66,6 +66,14 @@ def test_a_step_whose_scorers_all_say_nothing() -> None:
         assert (values["reward"], values["score_quality"], values["kl"]) == (0.0, 0.0, 0.0)
         assert values["zero_variance"] == 1.0 and values["answers"] == 2.0
         assert all(math.isfinite(number) for number in values.values())
+
+
+def test_a_sample_alone_is_no_group_without_a_lesson() -> None:
+    """ppo and reinforce_pp may take one sample a prompt: guards.zero_variance has nothing to say there."""
+    alone = experience(["a", "b", "c", "d"], [1.0, 2.0, 3.0, 4.0], group=1)
+    assert measure(alone, alone.rollout_logp, own)["zero_variance"] == 0.0
+    equal = experience(["a", "b", "c", "d"], [1.0, 1.0, 3.0, 4.0])
+    assert measure(equal, equal.rollout_logp, own)["zero_variance"] == 0.5
 
 
 def own(values: Sequence[float]) -> list[float]:

@@ -15,7 +15,16 @@ from training.verify import IFEVAL_CHECKS, ReasoningGym, final_number, followed,
     ("text", "value"),
     [
         ("18", 18), ("$1,234.50", Fraction(2469, 2)), ("- 3", -3), ("3/4", Fraction(3, 4)),
-        (".5", Fraction(1, 2)),        ("\u20ac5", 5), ("1/0", None), ("", None), ("seven", None), ("+7", 7),
+        (".5", Fraction(1, 2)), ("\u20ac5", 5), ("1/0", None), ("", None), ("seven", None), ("+7", 7),
+        (r"\frac{1}{2}", Fraction(1, 2)), (r"\dfrac{1}{2}", Fraction(1, 2)), (r"\frac12", Fraction(1, 2)),
+        (r"-\tfrac{3}{4}", Fraction(-3, 4)), (r"\frac{-3}{4}", Fraction(-3, 4)), ("3/-4", Fraction(-3, 4)),
+        (r"2\frac{1}{2}", Fraction(5, 2)), ("2 1/2", Fraction(5, 2)), ("-2 1/2", Fraction(-5, 2)),
+        ("0.50", Fraction(1, 2)), ("1e3", 1000), ("1.5E+3", 1500), ("1E-2", Fraction(1, 100)), ("5.", 5),
+        ("10^3", 1000), ("2^{10}", 1024), (r"1.5 \times 10^{3}", 1500), ("2 \u00d7 10^-1", Fraction(1, 5)),
+        ("1,000", 1000), ("1{,}000", 1000), (r"1\,000", 1000), ("1,0000", None), ("3,5", None),
+        ("1 000", None), ("50%", 50), (r"12.5\%", Fraction(25, 2)), (r"\$18", 18), ("-$3", -3), ("$-3", -3),
+        ("\u22123", -3), ("\u20131", None), ("inf", None), ("nan", None), ("1_000", None),
+        ("0^{-1}", None), ("9" * 5000, None), ("1e999999999", None), ("9^999999999", None),
     ],
 )  # fmt: skip
 def test_a_number_is_read_exactly(text: str, value: Fraction | int | None) -> None:
@@ -37,6 +46,28 @@ def test_a_number_is_read_exactly(text: str, value: Fraction | int | None) -> No
         ("She pays $3.50.", Fraction(7, 2)),
         ("from 10-4", 4),
         ("it costs 5% more", 5),
+        (r"\boxed{\frac{1}{2}}", Fraction(1, 2)),
+        (r"so \boxed{-\dfrac{3}{4}}, not 7.", Fraction(-3, 4)),
+        (r"\boxed{\mathbf{\frac{1}{2}}} of 9", Fraction(1, 2)),
+        (r"\boxed{2\frac{1}{2}}", Fraction(5, 2)),
+        (r"\boxed{\text{18 dollars}} of 20", 18),
+        (r"\boxed{12\text{ cm}} of 20", 12),
+        (r"\boxed{x = 5}, and 6", 5),
+        (r"\boxed{50\%} of 9", 50),
+        (r"\boxed{1{,}000}", 1000),
+        (r"\boxed{3} and then \boxed{4}", 4),
+        ("#### 1e3", 1000),
+        ("#### 5%", 5),
+        ("#### 18.", 18),
+        ("The answer is 12 apples in 3 bags.", 12),
+        ("The answer is 2 1/2 cups.", Fraction(5, 2)),
+        ("The answer is \u22123 degrees.", -3),
+        (r"The answer is \(42\), see 7.", 42),
+        (r"The answer is $\frac{3}{4}$ of 8.", Fraction(3, 4)),
+        ("She earns $18/hour.", 18),
+        ("1,000,000 people", 1000000),
+        ("2^10 = 1024", 1024),
+        ("5-3 = 2", 2),
         ("nothing to count", None),
         ("", None),
     ],
@@ -50,6 +81,17 @@ def test_gsm8k_is_right_wrong_or_not_to_be_judged() -> None:
     assert gsm8k([], "It is 71", "72", {}) == 0.0 and gsm8k([], "", "72", {}) == 0.0
     assert gsm8k([], "It is 72", None, {"answer": "#### 72"}) == 1.0
     assert gsm8k([], "It is 72", None, {}) is None and gsm8k([], "It is 72", "many", {}) is None
+
+
+def test_numbers_are_equal_however_they_are_written() -> None:
+    for said in ("1/2", "0.5", ".50", r"\boxed{\frac{1}{2}}", r"\dfrac{1}{2}", "The answer is $0.50."):
+        assert gsm8k([], said, r"\frac{1}{2}", {}) == 1.0 == gsm8k([], said, "#### 0.5", {})
+    assert gsm8k([], "50%", "#### 50", {}) == 1.0 and gsm8k([], "50%", "#### 0.5", {}) == 0.0
+
+
+def test_a_row_without_instructions_gives_nothing_to_check() -> None:
+    for extra in ({}, {"instruction_id_list": [], "kwargs": []}):
+        assert ifeval([], "Yes.", None, extra) is None and ifeval_strict([], "Yes.", None, extra) is None
 
 
 def test_gsm8k_agrees_with_its_own_labels(shared_data: Path) -> None:
