@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from data.errors import EXIT_CODES, ConfigurationError
-from flows import dvc, inputs
+from flows import cache, dvc, inputs
 from flows.alone import alone
 from flows.changes import changes, registry_agrees
 from flows.dag import Dag, read_dag
@@ -91,8 +91,8 @@ def run(project: Path, request: Request, console: Console) -> int:
         params = load(project)
         dag = read_dag(project)
         inputs.require_sections(project, dag)
-        for line in dvc.mend_locks(project):
-            console.print(line, markup=False)
+        for line in (*dvc.mend_locks(project), *cache.mend(project)):
+            console.print(line, markup=False, soft_wrap=True)
         todo = {} if request.force else changes(project, dag)
         if not todo and not request.force:
             seconds = time.monotonic() - begun
@@ -104,7 +104,10 @@ def run(project: Path, request: Request, console: Console) -> int:
         _require(project, params)
         code = _flow(project, params.registry.name, request, console)
         if code == 0:
-            registry_agrees(project)  # remembered, so that the next look is quick
+            # What these two find is remembered, so that the next look is quick.
+            registry_agrees(project)
+            for line in cache.mend(project):
+                console.print(line, markup=False, soft_wrap=True)
     print_summary(project, console)
     return outcome_code(project) if code == 0 else code
 

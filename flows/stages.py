@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from data.errors import EXIT_CODES, Kind
-from flows import dvc
+from flows import cache, dvc
 from flows.secrets import mask
 from tasks.places import Json, read_json
 from tasks.results import document, headline
@@ -62,7 +62,20 @@ class Work:
     def run(
         self, stage: str, on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float = 1.0
     ) -> Outcome:
-        """Run a stage to its end; a stop request is handed on to it and waited for."""
+        """Run a stage to its end; a stop request is handed on to it and waited for.
+
+        What DVC restores from its cache is looked at, for DVC does not: damaged files are dropped and made
+        again.
+        """
+        outcome = self._once(stage, on_line, on_status, poll)
+        damaged = cache.mend(self.project, stage) if outcome.state == "restored" else []
+        for line in damaged:
+            on_line(line)
+        return self._once(stage, on_line, on_status, poll) if damaged else outcome
+
+    def _once(
+        self, stage: str, on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float
+    ) -> Outcome:
         if self.stopping.is_set():
             return Outcome(stage, "stopped", kind="stopped", message="the run was asked to stop")
         before = (read_status(self.project, stage) or {}).get("started")
