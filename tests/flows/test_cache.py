@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -125,15 +124,4 @@ def test_a_damaged_listing_is_found_too(linked: Path) -> None:
     edit(listing, "[")
     assert "data/stages/a: it was changed" in cache.mend(linked)[0]
     assert run(linked).good
-    assert (
-        subprocess.run(
-            dvc.command("status", "a"),
-            cwd=linked,
-            env=dvc.environment(linked),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        .stdout.strip()
-        .endswith("up to date.")
-    )
+    assert dvc.check(["status", "a"], linked).strip().endswith("up to date.")
