@@ -21,14 +21,16 @@ from pathlib import Path
 
 import psutil
 
-from data.errors import EXIT_CODES, Kind
+from data.errors import EXIT_CODES, ConfigurationError, Kind
 from flows import cache, dvc
 from flows.secrets import mask
+from tasks.params import FILE, flat, read_raw
 from tasks.places import Json, read_json
 from tasks.results import document, headline
 from tasks.status import read_status
 from training import lifeline
 
+KNOBS = (FILE, "dvc.yaml")
 State = str
 """done, skipped (up to date), restored (from the run cache), failed, stopped, not_run"""
 
@@ -57,6 +59,7 @@ class Work:
         self.grace_seconds = grace_seconds
         self.force = force
         self.stopping = threading.Event()
+        self._begun = {name: read_raw(project / name) for name in KNOBS}
         self._busy: dict[str, tuple[subprocess.Popen[str], object]] = {}
 
     def run(
@@ -78,6 +81,8 @@ class Work:
     ) -> Outcome:
         if self.stopping.is_set():
             return Outcome(stage, "stopped", kind="stopped", message="the run was asked to stop")
+        if edited := self._edited():
+            return Outcome(stage, "failed", kind="configuration", message=edited)
         before = (read_status(self.project, stage) or {}).get("started")
         begun = time.monotonic()
         arguments = ["--wait-for-lock", "repro", "--single-item", stage, *(["--force"] if self.force else [])]
@@ -105,6 +110,24 @@ class Work:
             time.monotonic() - begun,
             said,
             self.stopping.is_set(),
+        )
+
+    def _edited(self) -> str:
+        """What is no longer as the run began with it; "" when all is."""
+        try:
+            now = {name: read_raw(self.project / name) for name in KNOBS}
+        except ConfigurationError as error:
+            return str(error)
+        found: list[str] = []
+        for name, before in self._begun.items():
+            then, new = flat(before), flat(now[name])
+            keys = [key for key in sorted({*then, *new}) if then.get(key) != new.get(key)]
+            found += [f"{name} ({', '.join(keys[:5])}{', ...' if keys[5:] else ''})"] if keys else []
+        if not found:
+            return ""
+        return (
+            f"{' and '.join(found)} changed while the run was going on, and one run has one set of values; "
+            "run again to use the new, or put the old back and run again: what has ended is kept"
         )
 
     def stop(self) -> None:
