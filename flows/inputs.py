@@ -12,6 +12,7 @@ from typing import Literal
 
 from data.config import DataParams
 from data.errors import ConfigurationError, DataError
+from data.folders import files_below
 from data.hub import reachable
 from data.readers import SUFFIXES
 from flows.dag import Dag
@@ -65,7 +66,7 @@ def files(project: Path, data: DataParams) -> Iterator[Finding]:
         for name in getattr(data, purpose):
             what, path = f"data.{purpose}", project / name
             if path.exists():
-                inside = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+                inside = [path] if path.is_file() else [path / below for below in files_below(path)]
                 size = sum(file.stat().st_size for file in inside)
                 remedy = "" if size else "the file is empty; name one with records"
                 state: State = "fine" if size else "broken"
