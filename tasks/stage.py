@@ -42,6 +42,7 @@ from tasks.params import FILE, Params, flat, load
 from tasks.places import STAGES, Json, digest, digest_of, home, read_json, root, stage_folder, write_json
 from tasks.publish import check_writable, dvc_digest, link_tree, locked_outputs, publish, tidy, work_lock
 from tasks.recorder import Ending, Entry, Recorder
+from tasks.results import document, headline
 from tasks.status import Status, masked
 
 Body = Callable[["Stage"], None]
@@ -87,8 +88,6 @@ class Stage:
     published: tuple[str, ...] = ()
     built: Path = Path()
     """Where the published files lie too."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers of the result that runs are compared by."""
     afterwards: Callable[[], object] | None = None
     """What is done when the stage's own run is closed."""
 
@@ -246,7 +245,7 @@ def run(name: str, body: Body, outer: bool = False) -> NoReturn:
             _require_unchanged(stage)
             if outer and locked_outputs(project).get(name) != dvc_digest(stage.built, stage.published):
                 stage.recorder = Recorder(_entry(stage))
-            _end(stage, Ending("FINISHED", "", _outputs(stage), _kept(stage), stage.metrics))
+            _end(stage, Ending("FINISHED", "", _outputs(stage), _kept(stage), _headline(stage)))
             if stage.afterwards is not None:
                 stage.afterwards()
             status.update(state="done", kind=None, message="")
@@ -378,6 +377,12 @@ def _outputs(stage: Stage) -> dict[str, str]:
     where = (STAGES / stage.name).as_posix()
     each = {f"{where}/{name}": digest(folder / name) for name in stage.published}
     return {where: digest(folder), **each}
+
+
+def _headline(stage: Stage) -> dict[str, float]:
+    """The numbers of the stage's result document, by which its runs are compared."""
+    file = document(stage.project, stage.name)
+    return headline(read_json(file)) if file.is_file() else {}
 
 
 def _kept(stage: Stage) -> list[tuple[Path, str]]:

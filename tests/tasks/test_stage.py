@@ -118,6 +118,14 @@ def test_a_stage_publishes_and_is_recorded(project: Path) -> None:
     status = read_json(project / ".plumbline" / "status" / "sft.json")
     assert (status["state"], status["progress"]) == ("done", {"step": STEPS, "total": STEPS, "unit": "step"})
     assert runs(project) == [("FINISHED", "sft", STEPS)]
+    (run,) = client(project).search_runs(["1"], "tags.`plumbline.kind` = 'stage'")
+    assert {key: value for key, value in run.data.metrics.items() if key.startswith("result.")} == {
+        "result.loss_last": 1 / STEPS,
+        "result.accuracy": 0.75,
+        "result.interval_lower": 0.5,
+        "result.interval_upper": 0.9,
+    }
+    assert run.data.metrics["loss"] == 1 / STEPS
     parents = client(project).search_runs(["1"], "tags.`plumbline.kind` = 'pipeline'")
     assert [run.info.status for run in parents] == ["RUNNING"]
     assert sweep(project) == [parents[0].info.run_id]
