@@ -15,6 +15,7 @@ from data.errors import ConfigurationError, DataError
 from data.folders import files_below
 from data.hub import reachable
 from data.readers import SUFFIXES
+from flows import dvc
 from flows.dag import Dag
 from flows.finding import Finding, State
 from tasks.params import FILE, Params, read_raw
@@ -47,6 +48,31 @@ def require(project: Path, params: Params) -> None:
     if missing:
         kind = DataError if missing[0].kind == "data" else ConfigurationError
         raise kind(_told(missing))
+
+
+def workspace(project: Path) -> Iterator[Finding]:
+    """What DVC needs to work in a folder, and a copy of the files alone has not: its config, and git."""
+    if not (project / ".dvc" / "config").is_file():
+        yield Finding(
+            "DVC", "broken", ".dvc/config is missing",
+            "restore it with `git checkout .dvc/config`, or copy the project's hidden files too",
+        )  # fmt: skip
+        return
+    if any((folder / ".git").exists() for folder in (project.absolute(), *project.absolute().parents)):
+        return
+    if "no_scm=true" not in dvc.check(["config", "--list"], project).lower().replace("core.", ""):
+        yield Finding(
+            "git", "broken", f"{project} is no git repository, which DVC asks for",
+            "`git init` makes it one, `git clone` a copy that knows its history; or `dvc config core.no_scm "
+            "true`, then lineage knows no commits and `plumbline reproduce` can not work",
+        )  # fmt: skip
+
+
+def require_workspace(project: Path) -> None:
+    """Raises ConfigurationError that says why DVC would refuse to work in this folder."""
+    missing = list(workspace(project))
+    if missing:
+        raise ConfigurationError("\n".join(f"{one.what}: {one.seen}; {one.remedy}" for one in missing))
 
 
 def require_sections(project: Path, dag: Dag) -> None:

@@ -81,6 +81,7 @@ def located(project: Path, here: Path, name: str, bare: bool = True) -> str:
 def run(project: Path, request: Request, console: Console) -> int:
     """The main job; the exit code is that of the decision, or of the failure by its kind."""
     begun = time.monotonic()
+    inputs.require_workspace(project)
     keys = request.keys(project)
     refuse_in_params(keys)
     with alone(project, request.wait_seconds, lambda text: console.print(text, markup=False)):
