@@ -175,6 +175,8 @@ def _shape(fields: Fields, wanted: Format) -> Shape:
     if wanted == "auto":
         if fitting is None:
             remedy = "name the columns in data.columns (prompt, chosen, rejected, answer ...)"
+            if key := next((key for key, value in fields.row.items() if _are_rows(value)), None):
+                remedy += f"; if the rows are in the list below {key!r}, make that list the whole file"
             raise Fault("unknown_shape", "row", f"no known format has the keys {keys}; {remedy}", keys)
         return fitting
     named = next((shape for shape in SHAPES if shape.name == wanted and shape.looks(fields)), None)
@@ -182,6 +184,10 @@ def _shape(fields: Fields, wanted: Format) -> Shape:
         seen = fitting.name if fitting else "none that is known"
         raise Fault("wrong_format", "row", f"not {wanted}, as data.format demands, but {seen}", keys)
     return named
+
+
+def _are_rows(value: JsonValue) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _renamed(row: dict[str, JsonValue], columns: dict[str, str]) -> dict[str, JsonValue]:

@@ -44,11 +44,11 @@ def bounded_lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | F
         yield number, oversize(size, limit) if size > limit else line.removesuffix(b"\n")
 
 
-def oversize(size: int, limit: int) -> Fault:
+def oversize(size: int, limit: int, hint: str = "") -> Fault:
     return Fault(
         "oversize",
         "row",
-        f"the row has {size} bytes, at most {limit}; shorten it or raise data.max_row_bytes",
+        f"the row has {size} bytes, at most {limit}; shorten it or raise data.max_row_bytes{hint}",
     )
 
 
@@ -112,7 +112,9 @@ def read_json(stream: BinaryIO, limit: int) -> Iterator[RawRow]:
         while more := stream.read(_CHUNK):
             size += len(more)
         if size:
-            yield RawRow(line, oversize(size, limit) if size > limit else parse_object(whole))
+            hint = "; a file of one object is one row: several stand in a list, or one a line"
+            fault = oversize(size, limit, hint)
+            yield RawRow(line, fault if size > limit else parse_object(whole))
 
 
 class _Elements:

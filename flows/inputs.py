@@ -22,6 +22,7 @@ from tasks.params import FILE, Params, read_raw
 from training.config import minilm_folder
 
 _ABSENT = object()
+ADDRESS = "download it and name the file; a data set of the hub is named by its id alone (owner/name)"
 
 
 def sections(project: Path, dag: Dag) -> Iterator[Finding]:
@@ -48,6 +49,13 @@ def require(project: Path, params: Params) -> None:
     if missing:
         kind = DataError if missing[0].kind == "data" else ConfigurationError
         raise kind(_told(missing))
+
+
+def require_files(project: Path, params: Params) -> None:
+    """Raises DataError that names every missing file."""
+    missing = [one for one in files(project, params.data) if one.verdict == "broken"]
+    if missing:
+        raise DataError(_told(missing))
 
 
 def workspace(project: Path) -> Iterator[Finding]:
@@ -91,7 +99,9 @@ def files(project: Path, data: DataParams) -> Iterator[Finding]:
     for purpose in ("files", "prompts", "eval_prompts"):
         for name in getattr(data, purpose):
             what, path = f"data.{purpose}", project / name
-            if path.exists():
+            if "://" in name:
+                yield Finding(what, "broken", f"{name}: an address, which no stage reads", ADDRESS, "data")
+            elif path.exists():
                 inside = [path] if path.is_file() else [path / below for below in files_below(path)]
                 size = sum(file.stat().st_size for file in inside)
                 remedy = "" if size else "the file is empty; name one with records"

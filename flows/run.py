@@ -59,8 +59,11 @@ class Request:
 
 def located(project: Path, here: Path, name: str, bare: bool = True) -> str:
     """A path of the command line as params.yaml holds it: below the project relative to it, so that it can
-    move. A name that is no path may be a hub id: owner/name, or without an owner when `bare` allows it."""
-    path = (here / name).absolute()
+    move, with ~ for the home folder. A name that is no path may be a hub id: owner/name, or without an owner
+    when `bare` allows it."""
+    if "://" in name:
+        raise ConfigurationError(f"{name}: an address, which no stage reads; {inputs.ADDRESS}")
+    path = (here / Path(name).expanduser() if name.startswith("~") else here / name).absolute()
     if not path.exists():
         if (project / name).exists():
             return name
