@@ -181,10 +181,11 @@ def test_the_container_is_found_by_content(tmp_path: Path) -> None:
         assert [item.id for item in records(read(tmp_path / name))] == expected
 
 
-@pytest.mark.parametrize(("limit", "said"), [(LIMIT, "list below 'data'"), (200, "one object is one row")])
+@pytest.mark.parametrize(("limit", "said"), [(LIMIT, "list below 'data'"), (400, "one object is one row")])
 def test_rows_wrapped_under_a_key_are_told_as_such(tmp_path: Path, limit: int, said: str) -> None:
     file = tmp_path / "wrapped.json"
-    file.write_text(json.dumps({"version": 1, "data": pairs(3)}))
-    (refusal,) = read(file, max_row_bytes=limit, max_chars=min(limit, 100))
-    assert isinstance(refusal, Refusal)
-    assert said in refusal.message
+    for indent in (None, 2):
+        file.write_text(json.dumps({"version": 1, "data": pairs(9)}, indent=indent))
+        first = read(file, max_row_bytes=limit, max_chars=min(limit, 100))[0]
+        assert isinstance(first, Refusal)
+        assert said in first.message
