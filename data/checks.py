@@ -39,7 +39,7 @@ REASONS: dict[str, str] = {
     "bad_row": "the row does not have the columns of its header",
     "not_object": "the row is not an object with named fields",
     # The shape
-    "unknown_shape": "no known format has these keys",
+    "unknown_shape": "no known format has these keys; data.columns says which of them are meant",
     "wrong_format": "the row has another format than data.format",
     "unknown_key": "the row has a key that no field holds, and data.unknown_keys is reject",
     "missing": "a field that is needed is absent, null or empty",

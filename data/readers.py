@@ -22,6 +22,7 @@ from pydantic import JsonValue
 from data.checks import Draft, Fault, Record, Refusal, judge_draft
 from data.config import DataParams, Format
 from data.errors import DataError
+from data.folders import files_below
 from data.readers_chat import (
     looks_alpaca,
     looks_hh,
@@ -174,6 +175,8 @@ def _shape(fields: Fields, wanted: Format) -> Shape:
     if wanted == "auto":
         if fitting is None:
             remedy = "name the columns in data.columns (prompt, chosen, rejected, answer ...)"
+            if key := next((key for key, value in fields.row.items() if _are_rows(value)), None):
+                remedy += f"; if the rows are in the list below {key!r}, make that list the whole file"
             raise Fault("unknown_shape", "row", f"no known format has the keys {keys}; {remedy}", keys)
         return fitting
     named = next((shape for shape in SHAPES if shape.name == wanted and shape.looks(fields)), None)
@@ -181,6 +184,10 @@ def _shape(fields: Fields, wanted: Format) -> Shape:
         seen = fitting.name if fitting else "none that is known"
         raise Fault("wrong_format", "row", f"not {wanted}, as data.format demands, but {seen}", keys)
     return named
+
+
+def _are_rows(value: JsonValue) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _renamed(row: dict[str, JsonValue], columns: dict[str, str]) -> dict[str, JsonValue]:
@@ -209,24 +216,24 @@ def files_in(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir() and not _is_saved_dataset(path):
-        names = [item for item in path.rglob("*") if item.is_file() and _suffix(item) in SUFFIXES]
-        if not names:
+        found = [path / name for name in files_below(path) if _suffix(Path(name)) in SUFFIXES]
+        if not found:
             raise DataError(
-                f"{source}: no file with one of {', '.join(SUFFIXES)} in the folder; name the files"
+                f"{source}: no file with one of {', '.join(SUFFIXES)} in the folder (hidden ones are not "
+                "read); name the files"
             )
-        return sorted(names, key=lambda item: item.relative_to(path).as_posix())
+        return found
     return []
 
 
 def source_digest(source: str) -> str | None:
     """SHA-256 over the bytes of a local source; None for a data set on the hub."""
     path = Path(source)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
+    files = [path / name for name in files_below(path)] if path.is_dir() else [path] if path.is_file() else []
     whole = hashlib.sha256()
     for file in files:
-        if file.is_file():
-            with file.open("rb") as stream:
-                whole.update(hashlib.file_digest(stream, "sha256").digest())
+        with file.open("rb") as stream:
+            whole.update(hashlib.file_digest(stream, "sha256").digest())
     return whole.hexdigest() if files else None
 
 

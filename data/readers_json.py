@@ -41,14 +41,18 @@ def bounded_lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | F
         tail = line
         while not tail.endswith(b"\n") and (tail := stream.readline(_CHUNK)):
             size += len(tail.removesuffix(b"\n"))
-        yield number, oversize(size, limit) if size > limit else line.removesuffix(b"\n")
+        hint = _ONE if number == 1 else ""
+        yield number, oversize(size, limit, hint) if size > limit else line.removesuffix(b"\n")
 
 
-def oversize(size: int, limit: int) -> Fault:
+_ONE = "; a file of one object is one row: several stand in a list, or one a line"
+
+
+def oversize(size: int, limit: int, hint: str = "") -> Fault:
     return Fault(
         "oversize",
         "row",
-        f"the row has {size} bytes, at most {limit}; shorten it or raise data.max_row_bytes",
+        f"the row has {size} bytes, at most {limit}; shorten it or raise data.max_row_bytes{hint}",
     )
 
 
@@ -112,7 +116,7 @@ def read_json(stream: BinaryIO, limit: int) -> Iterator[RawRow]:
         while more := stream.read(_CHUNK):
             size += len(more)
         if size:
-            yield RawRow(line, oversize(size, limit) if size > limit else parse_object(whole))
+            yield RawRow(line, oversize(size, limit, _ONE) if size > limit else parse_object(whole))
 
 
 class _Elements:

@@ -134,8 +134,7 @@ def _folders(project: Path) -> Iterator[Finding]:
         if free >= needed
         else f"below {needed:.0f} GiB a run may end early; free some space or set PLUMBLINE_HOME",
     )
-    if not (project / ".dvc" / "config").is_file():
-        yield Finding("DVC", "broken", ".dvc/config is missing", "git checkout .dvc/config")
+    yield from inputs.workspace(project)
 
 
 def _dag(project: Path) -> Iterator[Finding]:

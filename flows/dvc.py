@@ -89,7 +89,8 @@ def refused(text: str) -> bool:
         "are missing from",
         "is missing from",
         "failed to parse",
-        "not a DVC",
+        "not inside of a DVC repository",
+        "is not a git repository",
     )
     return any(word in text for word in faults) and "busy" not in text
 

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from data.config import DataParams
 from data.errors import ConfigurationError, DataError
+from data.folders import files_below
 from data.hub import reachable
 from data.readers import SUFFIXES
+from flows import dvc
 from flows.dag import Dag
 from flows.finding import Finding, State
 from flows.records import tokenizer_folder
@@ -22,6 +24,7 @@ from training import positions
 from training.config import RewardParams, minilm_folder
 
 _ABSENT = object()
+ADDRESS = "download it and name the file; a data set of the hub is named by its id alone (owner/name)"
 
 
 def sections(project: Path, dag: Dag) -> Iterator[Finding]:
@@ -50,6 +53,38 @@ def require(project: Path, params: Params) -> None:
         raise kind(_told(missing))
 
 
+def require_files(project: Path, params: Params) -> None:
+    """Raises DataError that names every missing file."""
+    missing = [one for one in files(project, params.data) if one.verdict == "broken"]
+    if missing:
+        raise DataError(_told(missing))
+
+
+def workspace(project: Path) -> Iterator[Finding]:
+    """What DVC needs to work in a folder, and a copy of the files alone has not: its config, and git."""
+    if not (project / ".dvc" / "config").is_file():
+        yield Finding(
+            "DVC", "broken", ".dvc/config is missing",
+            "restore it with `git checkout .dvc/config`, or copy the project's hidden files too",
+        )  # fmt: skip
+        return
+    if any((folder / ".git").exists() for folder in (project.absolute(), *project.absolute().parents)):
+        return
+    if "no_scm=true" not in dvc.check(["config", "--list"], project).lower().replace("core.", ""):
+        yield Finding(
+            "git", "broken", f"{project} is no git repository, which DVC asks for",
+            "`git init` makes it one, `git clone` a copy that knows its history; or `dvc config core.no_scm "
+            "true`, then lineage knows no commits and `plumbline reproduce` can not work",
+        )  # fmt: skip
+
+
+def require_workspace(project: Path) -> None:
+    """Raises ConfigurationError that says why DVC would refuse to work in this folder."""
+    missing = list(workspace(project))
+    if missing:
+        raise ConfigurationError("\n".join(f"{one.what}: {one.seen}; {one.remedy}" for one in missing))
+
+
 def require_sections(project: Path, dag: Dag) -> None:
     """Raises ConfigurationError that names every missing key."""
     missing = list(sections(project, dag))
@@ -66,8 +101,10 @@ def files(project: Path, data: DataParams) -> Iterator[Finding]:
     for purpose in ("files", "prompts", "eval_prompts"):
         for name in getattr(data, purpose):
             what, path = f"data.{purpose}", project / name
-            if path.exists():
-                inside = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+            if "://" in name:
+                yield Finding(what, "broken", f"{name}: an address, which no stage reads", ADDRESS, "data")
+            elif path.exists():
+                inside = [path] if path.is_file() else [path / below for below in files_below(path)]
                 size = sum(file.stat().st_size for file in inside)
                 remedy = "" if size else "the file is empty; name one with records"
                 state: State = "fine" if size else "broken"

@@ -29,7 +29,7 @@ from flows.views import parse_reference, require_versions
 from tasks import facts
 from tasks.params import load
 from tasks.places import digest, home, read_json, write_text
-from tasks.publish import Lock, link_or_copy, parse_lock, read_lock
+from tasks.publish import Lock, link_tree, parse_lock, read_lock
 
 UP_TO = "optimize"
 TOLERANCE = 0.1
@@ -123,9 +123,7 @@ def _workspace(project: Path, folder: Path, known: Recorded) -> None:
     for name in names:
         source, target = project / name, folder / name
         if name and not Path(name).is_absolute() and source.exists() and not target.exists():
-            files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
-            for file in files:
-                link_or_copy(file, folder / file.relative_to(project))
+            link_tree(source, target)
 
 
 def _git(where: Path, *arguments: str) -> None:

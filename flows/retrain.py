@@ -28,7 +28,7 @@ from prefect.states import Cancelled, Completed, Failed
 from prefect.tasks import Task
 
 from data.errors import EXIT_CODES, PlumblineError
-from flows import dvc, orphans
+from flows import cache, dvc, orphans
 from flows.alone import alone
 from flows.dag import Dag, read_dag
 from flows.screen import Screen
@@ -182,7 +182,7 @@ def retrain(
         changed = write_overrides(project, overrides or (), profile) if overrides or profile else []
         for key in changed:
             logger.info("params.yaml: %s changed", key)
-        for line in dvc.mend_locks(project):
+        for line in (*dvc.mend_locks(project), *cache.mend(project)):
             logger.warning(line)
         return _run(project, force, screen)
 

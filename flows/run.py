@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from data.errors import EXIT_CODES, ConfigurationError
-from flows import dvc, inputs
+from flows import cache, dvc, inputs
 from flows.alone import alone
 from flows.changes import changes, registry_agrees
 from flows.dag import Dag, read_dag
@@ -59,8 +59,11 @@ class Request:
 
 def located(project: Path, here: Path, name: str, bare: bool = True) -> str:
     """A path of the command line as params.yaml holds it: below the project relative to it, so that it can
-    move. A name that is no path may be a hub id: owner/name, or without an owner when `bare` allows it."""
-    path = (here / name).absolute()
+    move, with ~ for the home folder. A name that is no path may be a hub id: owner/name, or without an owner
+    when `bare` allows it."""
+    if "://" in name:
+        raise ConfigurationError(f"{name}: an address, which no stage reads; {inputs.ADDRESS}")
+    path = (here / Path(name).expanduser() if name.startswith("~") else here / name).absolute()
     if not path.exists():
         if (project / name).exists():
             return name
@@ -81,6 +84,7 @@ def located(project: Path, here: Path, name: str, bare: bool = True) -> str:
 def run(project: Path, request: Request, console: Console) -> int:
     """The main job; the exit code is that of the decision, or of the failure by its kind."""
     begun = time.monotonic()
+    inputs.require_workspace(project)
     keys = request.keys(project)
     refuse_in_params(keys)
     with alone(project, request.wait_seconds, lambda text: console.print(text, markup=False)):
@@ -91,8 +95,8 @@ def run(project: Path, request: Request, console: Console) -> int:
         params = load(project)
         dag = read_dag(project)
         inputs.require_sections(project, dag)
-        for line in dvc.mend_locks(project):
-            console.print(line, markup=False)
+        for line in (*dvc.mend_locks(project), *cache.mend(project)):
+            console.print(line, markup=False, soft_wrap=True)
         todo = {} if request.force else changes(project, dag)
         if not todo and not request.force:
             seconds = time.monotonic() - begun
@@ -104,7 +108,10 @@ def run(project: Path, request: Request, console: Console) -> int:
         _require(project, params)
         code = _flow(project, params.registry.name, request, console)
         if code == 0:
-            registry_agrees(project)  # remembered, so that the next look is quick
+            # What these two find is remembered, so that the next look is quick.
+            registry_agrees(project)
+            for line in cache.mend(project):
+                console.print(line, markup=False, soft_wrap=True)
     print_summary(project, console)
     return outcome_code(project) if code == 0 else code
 

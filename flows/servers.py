@@ -31,6 +31,7 @@ from training import lifeline
 
 HOST = "127.0.0.1"
 _START_SECONDS = 180.0
+_STARTS = 2
 _LOOK_SECONDS = 1.0
 _ASK_EVERY = 15
 _PATIENCE_SECONDS = 60.0
@@ -144,28 +145,50 @@ def server(
 
 
 def _start(project: Path, place: Place) -> Server:
-    """Start a server and wait until it answers; the caller holds the lock.
+    """Start a server and wait until it answers, once more when it is killed meanwhile; the caller holds the
+    lock.
 
     Raises InfrastructureError with the last words of its log when it does not.
     """
     place.log.unlink(missing_ok=True)
+    for _ in range(_STARTS):
+        process = _keeper(project, place)
+        found = _answering(place, process)
+        if found is not None:
+            return found
+        code = process.poll()
+        _end(process.pid)
+        if code is None or code >= 0:
+            break  # it hangs, or found a fault that the next one would find too
+    words = place.log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
+    if code is None:
+        how = f"did not answer within {_START_SECONDS:.0f} s"
+    elif code < 0:
+        how = f"was killed by signal {-code} while it started, {_STARTS} times (want of memory?)"
+    else:
+        how = f"ended with code {code} while it started"
+    raise InfrastructureError(
+        f"the {place.kind} server {how} (log {place.log}); its last words: " + (" / ".join(words) or "none")
+    )
+
+
+def _keeper(project: Path, place: Place) -> subprocess.Popen[bytes]:
     with place.log.open("ab") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "flows.keeper", place.kind], cwd=project, env=_plain_environment(),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+
+def _answering(place: Place, process: subprocess.Popen[bytes]) -> Server | None:
+    """The server once it answers; None when its process ends first, or it takes too long."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = place.running()
         if found is not None and found.pid == process.pid and _healthy(found, 2):
             return found
         time.sleep(0.2)
-    _end(process.pid)
-    words = place.log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-    raise InfrastructureError(
-        f"the {place.kind} server did not start within {_START_SECONDS:.0f} s (log {place.log}); its "
-        f"last words: " + (" / ".join(words) or "none")
-    )
+    return None
 
 
 def _plain_environment() -> dict[str, str]:

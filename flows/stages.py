@@ -21,14 +21,16 @@ from pathlib import Path
 
 import psutil
 
-from data.errors import EXIT_CODES, Kind
-from flows import dvc
+from data.errors import EXIT_CODES, ConfigurationError, Kind
+from flows import cache, dvc
 from flows.secrets import mask
+from tasks.params import FILE, flat, read_raw
 from tasks.places import Json, read_json
 from tasks.results import document, headline
 from tasks.status import read_status
 from training import lifeline
 
+KNOBS = (FILE, "dvc.yaml")
 State = str
 """done, skipped (up to date), restored (from the run cache), failed, stopped, not_run"""
 
@@ -57,14 +59,30 @@ class Work:
         self.grace_seconds = grace_seconds
         self.force = force
         self.stopping = threading.Event()
+        self._begun = {name: read_raw(project / name) for name in KNOBS}
         self._busy: dict[str, tuple[subprocess.Popen[str], object]] = {}
 
     def run(
         self, stage: str, on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float = 1.0
     ) -> Outcome:
-        """Run a stage to its end; a stop request is handed on to it and waited for."""
+        """Run a stage to its end; a stop request is handed on to it and waited for.
+
+        What DVC restores from its cache is looked at, for DVC does not: damaged files are dropped and made
+        again.
+        """
+        outcome = self._once(stage, on_line, on_status, poll)
+        damaged = cache.mend(self.project, stage) if outcome.state == "restored" else []
+        for line in damaged:
+            on_line(line)
+        return self._once(stage, on_line, on_status, poll) if damaged else outcome
+
+    def _once(
+        self, stage: str, on_line: Callable[[str], None], on_status: Callable[[Json], None], poll: float
+    ) -> Outcome:
         if self.stopping.is_set():
             return Outcome(stage, "stopped", kind="stopped", message="the run was asked to stop")
+        if edited := self._edited():
+            return Outcome(stage, "failed", kind="configuration", message=edited)
         before = (read_status(self.project, stage) or {}).get("started")
         begun = time.monotonic()
         arguments = ["--wait-for-lock", "repro", "--single-item", stage, *(["--force"] if self.force else [])]
@@ -92,6 +110,24 @@ class Work:
             time.monotonic() - begun,
             said,
             self.stopping.is_set(),
+        )
+
+    def _edited(self) -> str:
+        """What is no longer as the run began with it; "" when all is."""
+        try:
+            now = {name: read_raw(self.project / name) for name in KNOBS}
+        except ConfigurationError as error:
+            return str(error)
+        found: list[str] = []
+        for name, before in self._begun.items():
+            then, new = flat(before), flat(now[name])
+            keys = [key for key in sorted({*then, *new}) if then.get(key) != new.get(key)]
+            found += [f"{name} ({', '.join(keys[:5])}{', ...' if keys[5:] else ''})"] if keys else []
+        if not found:
+            return ""
+        return (
+            f"{' and '.join(found)} changed while the run was going on, and one run has one set of values; "
+            "run again to use the new, or put the old back and run again: what has ended is kept"
         )
 
     def stop(self) -> None:

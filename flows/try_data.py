@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
+from flows import inputs
 from flows.run import located
 from tasks.params import load, parse, read_raw
 from tasks.places import home
@@ -22,6 +23,7 @@ def try_files(
     params = load(project)
     if files or overrides:
         params = parse(_changed(project, here, files, overrides), "command line")
+    inputs.require_files(project, params)
     names = ", ".join((*params.data.files, *params.data.prompts, *params.data.eval_prompts))
     console.print(f"reading {names} ...", markup=False, soft_wrap=True)
     from data.pipeline import run

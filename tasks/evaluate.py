@@ -199,9 +199,6 @@ def body(stage: Stage) -> None:
     stage.launch("training.compare", params, inputs, params.processes, params.threads)
     found = evidence(read_verdicts(stage.work / "samples.jsonl", params.tie), params.confidence)
     found["overlap"] = overlap(stage.output_of("validate"))
-    rate = found.get("win_rate")
-    if isinstance(rate, float):
-        stage.metrics["win_rate"] = rate
     stage.publish_result(found, "samples.jsonl")
 
 

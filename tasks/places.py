@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from data.errors import ConfigurationError, DataError
+from data.folders import files_below
 
 STAGES = Path("data") / "stages"
 
@@ -99,14 +100,6 @@ def digest(path: Path) -> str:
         whole.update(f"{name}\0{(path / name).stat().st_size}\0".encode())
         whole.update(bytes.fromhex(file_digest(path / name)))
     return whole.hexdigest()
-
-
-def files_below(folder: Path) -> list[str]:
-    """Relative names of the files under a folder in a fixed order, without byte code and hidden files."""
-    names = [item.relative_to(folder).as_posix() for item in folder.rglob("*") if item.is_file()]
-    return sorted(
-        n for n in names if "__pycache__" not in n and not any(p.startswith(".") for p in n.split("/"))
-    )
 
 
 def digest_of(value: object) -> str:

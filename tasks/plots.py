@@ -37,12 +37,15 @@ def draw_all(project: Path) -> list[Plot]:
     }
     optimize = course["optimize"]
     reward = [key for key in ("reward", "score", "judge") if key in optimize]
-    plots += _lines("Reward during optimisation", optimize, reward)
+    plots += _lines("Reward during optimisation", optimize, reward, "score of an answer")
     plots += _lines(
-        "KL to the SFT model during optimisation", optimize, [key for key in ("kl",) if key in optimize]
+        "KL to the SFT model during optimisation",
+        optimize,
+        [key for key in ("kl",) if key in optimize],
+        "nats an answer",
     )
     for stage, series in course.items():
-        plots += _lines(f"Loss: {stage}", series, [key for key in ("loss",) if key in series])
+        plots += _lines(f"Loss: {stage}", series, [key for key in ("loss",) if key in series], "loss")
     slices = known["evaluate"].get("slices")
     if isinstance(slices, list) and slices:
         plots.append(_figure("Win rate by slice, with interval", partial(_slices, slices)))
@@ -65,7 +68,9 @@ def _series(file: Path) -> dict[str, tuple[list[int], list[float]]]:
     return series
 
 
-def _lines(caption: str, series: dict[str, tuple[list[int], list[float]]], keys: Sequence[str]) -> list[Plot]:
+def _lines(
+    caption: str, series: dict[str, tuple[list[int], list[float]]], keys: Sequence[str], unit: str
+) -> list[Plot]:
     if not keys:
         return []
 
@@ -74,6 +79,7 @@ def _lines(caption: str, series: dict[str, tuple[list[int], list[float]]], keys:
             steps, values = series[key]
             axes.plot(steps, values, color=colour, label=key, marker="." if len(steps) < 60 else "")
         axes.set_xlabel("step")
+        axes.set_ylabel(unit)
         if len(keys) > 1:
             axes.legend(frameon=False)
 
@@ -89,6 +95,8 @@ def _slices(slices: Sequence[dict[str, Any]], axes: Axes) -> None:
     axes.axvline(0.5, color=_GREY, linestyle="--", linewidth=1)
     axes.set_yticks(list(places), [f"{part['slice']} ({part['n']})" for part in slices])
     axes.set_xlim(0, 1)
+    axes.set_xlabel("win rate")
+    axes.set_ylabel("slice (prompts)")
 
 
 def _calibration(bins: Sequence[dict[str, Any]], axes: Axes) -> None:

@@ -204,6 +204,8 @@ def decision(gates: Sequence[Gate], candidate: object, champion: object, require
     return {
         "promote": not failed,
         "failed": failed,
+        "gates_passed": len(gates) - len(failed),
+        "gates_failed": len(failed),
         "gates": [asdict(gate) for gate in gates],
         "candidate": candidate,
         "champion": champion,
@@ -221,7 +223,6 @@ def body(stage: Stage) -> None:
     document = decision(gates, results["optimize"].get("digest"), champion, params.require_human)
     for gate in gates:
         print(f"promote: {'passed' if gate.passed else 'FAILED'}  {gate.name}: {gate.reason}")
-    stage.metrics["gates_failed"] = float(len([gate for gate in gates if not gate.passed]))
     stage.publish_result(document, file="decision.json")
 
 

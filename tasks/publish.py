@@ -24,7 +24,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from data.errors import InfrastructureError
-from tasks.places import STAGES, files_below, home, stage_folder, write_json
+from data.folders import files_below
+from tasks.places import STAGES, home, stage_folder, write_json
 
 PUBLISHED = "published.json"
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data.errors import ConfigurationError
+from data.folders import files_below
 from tasks.base import gguf_file, is_hub_id
 from tasks.params import Params, load
 from tasks.places import Json, digest, home, stage_folder, write_json
@@ -113,10 +114,9 @@ class _Memo:
 
 
 def _stamps(path: Path) -> Iterable[str]:
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    for file in files:
-        about = file.stat()
-        yield f"{file.name}:{about.st_size}:{about.st_mtime_ns}"
+    for name in [""] if path.is_file() else files_below(path):
+        about = (path / name).stat()
+        yield f"{name or path.name}:{about.st_size}:{about.st_mtime_ns}"
 
 
 def body(stage: Stage) -> None:

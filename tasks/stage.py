@@ -42,6 +42,7 @@ from tasks.params import FILE, Params, flat, load
 from tasks.places import STAGES, Json, digest, digest_of, home, read_json, root, stage_folder, write_json
 from tasks.publish import check_writable, dvc_digest, link_tree, locked_outputs, publish, tidy, work_lock
 from tasks.recorder import Ending, Entry, Recorder
+from tasks.results import document, headline
 from tasks.status import Status, masked
 
 Body = Callable[["Stage"], None]
@@ -81,12 +82,12 @@ class Stage:
     inputs: Mapping[str, str]
     status: Status
     stop: Stop
+    read: Mapping[str, object] = field(default_factory=dict)
+    """Each parameter's value and each code file's digest, as they were when the stage began."""
     recorder: Recorder | None = None
     published: tuple[str, ...] = ()
     built: Path = Path()
     """Where the published files lie too."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers of the result that runs are compared by."""
     afterwards: Callable[[], object] | None = None
     """What is done when the stage's own run is closed."""
 
@@ -241,9 +242,10 @@ def run(name: str, body: Body, outer: bool = False) -> NoReturn:
             if not outer:
                 stage.recorder = Recorder(_entry(stage))
             body(stage)
+            _require_unchanged(stage)
             if outer and locked_outputs(project).get(name) != dvc_digest(stage.built, stage.published):
                 stage.recorder = Recorder(_entry(stage))
-            _end(stage, Ending("FINISHED", "", _outputs(stage), _kept(stage), stage.metrics))
+            _end(stage, Ending("FINISHED", "", _outputs(stage), _kept(stage), _headline(stage)))
             if stage.afterwards is not None:
                 stage.afterwards()
             status.update(state="done", kind=None, message="")
@@ -257,18 +259,41 @@ def run(name: str, body: Body, outer: bool = False) -> NoReturn:
 def begin(project: Path, name: str, status: Status, stop: Stop) -> Stage:
     """Parameters, fingerprint and work folder of a stage."""
     params = load(project)
-    row = read_dag(project).get(name)
-    if row is None:
-        raise ConfigurationError(f"dvc.yaml: there is no stage {name!r}; add it or restore the file")
+    row = _row(project, name)
     inputs = {path: digest(project / path) for path in row.inputs}
-    seen = {key: _value(params, key) for key in row.params}
-    code = {path: digest(project / path) for path in row.code}
+    seen, code = _read_by(project, params, row)
     fingerprint = digest_of({"stage": name, "params": seen, "inputs": inputs, "code": code})
     work = home(project) / "work" / name / fingerprint[:16]
     work.mkdir(parents=True, exist_ok=True)
     status.update(fingerprint=fingerprint)
     pipeline = digest_of(params.model_dump(mode="json"))
-    return Stage(name, project, params, work, fingerprint, pipeline, inputs, status, stop)
+    return Stage(
+        name, project, params, work, fingerprint, pipeline, inputs, status, stop, {**flat(seen), **code}
+    )
+
+
+def _read_by(project: Path, params: Params, row: Row) -> tuple[dict[str, object], dict[str, str]]:
+    """Values of the parameters and digests of the code that a stage reads."""
+    seen = {key: _value(params, key) for key in row.params}
+    return seen, {path: digest(project / path) for path in row.code}
+
+
+def _require_unchanged(stage: Stage) -> None:
+    """DVC notes parameters and code as they are when a stage ends, so they must be those it began with."""
+    row = _row(stage.project, stage.name)
+    seen, code = _read_by(stage.project, load(stage.project), row)
+    then, now = stage.read, {**flat(seen), **code}
+    edited = [
+        f"{key} is another file now" if key in code else
+        f"{FILE}: {key} was {then.get(key, 'not there')!r}, is {now.get(key, 'not there')!r}"
+        for key in sorted({*then, *now}) if then.get(key) != now.get(key)
+    ]  # fmt: skip
+    if edited:
+        raise ConfigurationError(
+            f"{stage.name}: changed while the stage ran: {'; '.join(edited)}; its result is of the old and "
+            "is not taken for one of the new. Run again to use the new; or put the old back and run again: "
+            "the work is kept"
+        )
 
 
 @dataclass(frozen=True)
@@ -294,6 +319,13 @@ def read_dag(project: Path) -> dict[str, Row]:
             keys += [key for names in param.values() for key in names] if isinstance(param, dict) else [param]
         rows[name] = Row(inputs, tuple(dep for dep in deps if dep not in inputs), tuple(keys))
     return rows
+
+
+def _row(project: Path, name: str) -> Row:
+    row = read_dag(project).get(name)
+    if row is None:
+        raise ConfigurationError(f"dvc.yaml: there is no stage {name!r}; add it or restore the file")
+    return row
 
 
 def _value(params: Params, key: str) -> object:
@@ -345,6 +377,12 @@ def _outputs(stage: Stage) -> dict[str, str]:
     where = (STAGES / stage.name).as_posix()
     each = {f"{where}/{name}": digest(folder / name) for name in stage.published}
     return {where: digest(folder), **each}
+
+
+def _headline(stage: Stage) -> dict[str, float]:
+    """The numbers of the stage's result document, by which its runs are compared."""
+    file = document(stage.project, stage.name)
+    return headline(read_json(file)) if file.is_file() else {}
 
 
 def _kept(stage: Stage) -> list[tuple[Path, str]]:

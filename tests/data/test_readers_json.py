@@ -179,3 +179,13 @@ def test_the_container_is_found_by_content(tmp_path: Path) -> None:
     for name, data in named.items():
         (tmp_path / name).write_bytes(data)
         assert [item.id for item in records(read(tmp_path / name))] == expected
+
+
+@pytest.mark.parametrize(("limit", "said"), [(LIMIT, "list below 'data'"), (400, "one object is one row")])
+def test_rows_wrapped_under_a_key_are_told_as_such(tmp_path: Path, limit: int, said: str) -> None:
+    file = tmp_path / "wrapped.json"
+    for indent in (None, 2):
+        file.write_text(json.dumps({"version": 1, "data": pairs(9)}, indent=indent))
+        first = read(file, max_row_bytes=limit, max_chars=min(limit, 100))[0]
+        assert isinstance(first, Refusal)
+        assert said in first.message

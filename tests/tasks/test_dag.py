@@ -22,6 +22,7 @@ OBSERVERS = {
     ),
     *(f"tasks/{name}.py" for name in ("places", "publish", "params", "report", "plots", "history")),
     "tasks/recorder.py",
+    "tasks/results.py",
     "data/errors.py",
     "training/lifeline.py",
     "training/launch.py",

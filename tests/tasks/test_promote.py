@@ -10,6 +10,7 @@ import pytest
 
 from tasks.params import PromoteParams
 from tasks.promote import GATES, Evidence, decide, decision
+from tasks.results import headline
 
 GOOD: dict[str, Any] = {
     "validate": {"checks": {"evaluated": 20, "failed": 0}},
@@ -51,6 +52,7 @@ def test_all_gates_open_on_good_evidence() -> None:
     gates = judged(GOOD)
     assert all(gate.passed for gate in gates.values())
     document = decision(list(gates.values()), "c", "b", False)
+    assert headline(document) == {"gates_passed": float(len(GATES)), "gates_failed": 0.0}
     assert (document["promote"], document["failed"]) == (True, [])
 
 

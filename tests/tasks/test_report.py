@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tasks.places import read_json, stage_folder, write_json
+from tasks.plots import draw_all
 from tasks.promote import Evidence, PromoteParams, decide, decision
 from tasks.report import build, headline, summary
 from tests.tasks.test_promote import GOOD
@@ -98,3 +99,26 @@ def test_the_headline_says_what_came_out_and_what_to_try(tmp_path: Path) -> None
     assert any("Try: " in line for line in said[1:])
     text = build(tmp_path).with_name("report.md").read_text(encoding="utf-8")
     assert text.startswith("# Pipeline report\n\n**Not promoted: win rate below its bound**\n\n- ")
+
+
+def test_every_axis_of_the_plots_has_a_name(tmp_path: Path) -> None:
+    rows = [{"step": n, "loss": 1.0, "reward": 0.1, "judge": 0.2, "kl": 0.3} for n in (1, 2)]
+    for stage in ("sft", "optimize"):
+        folder = stage_folder(tmp_path, stage)
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_json(folder / "result.json", {"status": "trained"})
+    part = {"slice": "advice", "n": 20, "win_rate": 0.6, "interval": [0.5, 0.7]}
+    write_json(stage_folder(tmp_path, "evaluate") / "result.json", {"slices": [part]})
+    drawn = {plot.caption: plot.svg for plot in draw_all(tmp_path)}
+    names = {
+        "Reward during optimisation": ("step", "score of an answer"),
+        "KL to the SFT model during optimisation": ("step", "nats an answer"),
+        "Loss: sft": ("step", "loss"),
+        "Loss: optimize": ("step", "loss"),
+        "Win rate by slice, with interval": ("win rate", "slice (prompts)"),
+    }
+    assert drawn.keys() == names.keys()
+    for caption, axes in names.items():
+        for name in axes:
+            assert f">{name}</text>" in drawn[caption], (caption, name)

@@ -118,6 +118,14 @@ def test_a_stage_publishes_and_is_recorded(project: Path) -> None:
     status = read_json(project / ".plumbline" / "status" / "sft.json")
     assert (status["state"], status["progress"]) == ("done", {"step": STEPS, "total": STEPS, "unit": "step"})
     assert runs(project) == [("FINISHED", "sft", STEPS)]
+    (run,) = client(project).search_runs(["1"], "tags.`plumbline.kind` = 'stage'")
+    assert {key: value for key, value in run.data.metrics.items() if key.startswith("result.")} == {
+        "result.loss_last": 1 / STEPS,
+        "result.accuracy": 0.75,
+        "result.interval_lower": 0.5,
+        "result.interval_upper": 0.9,
+    }
+    assert run.data.metrics["loss"] == 1 / STEPS
     parents = client(project).search_runs(["1"], "tags.`plumbline.kind` = 'pipeline'")
     assert [run.info.status for run in parents] == ["RUNNING"]
     assert sweep(project) == [parents[0].info.run_id]
@@ -249,3 +257,33 @@ def _started(project: Path) -> int:
             return int(str(read_json(file)["pid"]))
         time.sleep(0.02)
     raise AssertionError("the stage did not start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("params.yaml", "lr: 1e-3", "lr: 2e-3", "params.yaml: sft.lr was 0.001, is 0.002"),
+        ("params.yaml", "seed: 0", "seed: {", "params.yaml"),
+        ("code.py", "# the", "# another", "code.py is another file now"),
+        ("dvc.yaml", "[seed, sft]", "[seed, sft, model]", "model.source was 'not there', is 'base'"),
+    ],
+)
+def test_what_is_edited_while_a_stage_runs_is_not_noted_as_what_made_its_output(
+    dvc_project: Path, file: str, old: str, new: str, said: str
+) -> None:
+    repro = [sys.executable, "-m", "dvc", "repro", "sft"]
+    running = start(dvc_project, repro)
+    wait_for_step(dvc_project, 1)
+    path = dvc_project / file
+    before = path.read_text(encoding="utf-8")
+    path.write_text(before.replace(old, new), encoding="utf-8")
+    text, _ = running.communicate(timeout=120)
+    assert running.returncode != 0, text
+    assert said in text
+    assert not (dvc_project / "dvc.lock").exists()
+    assert read_json(dvc_project / ".plumbline" / "status" / "sft.json")["kind"] == "configuration"
+    path.write_text(before, encoding="utf-8")
+    programs = (work(dvc_project) / "pids").read_text()
+    assert subprocess.run(repro, cwd=dvc_project, env=surroundings(), check=False).returncode == 0
+    assert (work(dvc_project) / "pids").read_text() == programs  # only published, nothing ran again
