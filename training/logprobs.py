@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from training import tree_attention
 from training.batches import Batch
 
-CHUNK = 256
+CHUNK = 128
 
 
 class Head:
