@@ -26,8 +26,10 @@ def project(tmp_path: Path) -> Path:
     """A folder with the project's parameters and DAG, nothing run yet."""
     folder = tmp_path / "mon projet é"
     folder.mkdir()
-    for name in ("dvc.yaml", "params.yaml"):
+    (folder / ".dvc").mkdir()
+    for name in ("dvc.yaml", "params.yaml", ".dvc/config"):
         (folder / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
     return folder
 
 

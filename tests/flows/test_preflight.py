@@ -212,7 +212,7 @@ def test_full_fine_tune_by_hand_and_sharded() -> None:
     full = need(SftParams(lora=None, token_budget=10))
     assert (full["weights"], full["gradients"], full["optimizer"]) == (4 * p, 4 * p, 8 * p)
     assert full["activations"] == 10 * 30 * 4 * (7 * 576 + 3 * 192 + 4 * 1536)
-    assert full["logits"] == 12 * 256 * 49152
+    assert full["logits"] == 12 * 128 * 49152
     assert need(SftParams(lora=None), "bf16")["weights"] == 6 * p
     for zero, parts in ((1, (4, 4, 2)), (2, (4, 1, 2)), (3, (1, 1, 2))):
         got = need(SftParams.model_validate({"lora": None, "processes": 4, "engine": {"zero": zero}}))
