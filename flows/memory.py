@@ -6,7 +6,7 @@ With P weights, F of them trained, N ranks that share, T tokens of a micro batch
   offload moves AdamW off the device;
 - activations b T (7 h + 3 kv + 4 i) a layer that the backward pass crosses, b = 4 or 2; with checkpointing
   b T h a layer and one layer whole;
-- logits 3 * 4 * C V: a chunk of C = 128 positions, its gradient, and its softmax;
+- logits 3 * 4 * C V: a chunk of C positions (training/logprobs.py), its gradient, and its softmax;
 - a sampler's cache 2 b kv a layer and token, prompt and answer long, as many rows as are decoded together;
 - a frozen reference of a full fine-tune against a reward, 4 P.
 Counted high on purpose: prompts of full length. Not counted: attention scores, allocator slack.

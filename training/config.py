@@ -379,6 +379,12 @@ class PreferenceParams(Section):
     guards: SpikeParams = Field(default_factory=SpikeParams)
 
 
+def is_service(address: str) -> bool:
+    """Whether an address is one of HTTP with a host and without a user name."""
+    parts = urlsplit(address)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
+
+
 class ScorerParams(Section):
     """One source of reward."""
 
@@ -404,12 +410,10 @@ class ScorerParams(Section):
     @model_validator(mode="after")
     def _found(self) -> Self:
         # An address may hold a credential, so no message repeats it.
-        if self.kind == "http":
-            parts = urlsplit(self.path)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-                raise ValueError(
-                    f"scorer {self.name}: path must be an http:// or https:// address without a user name"
-                )
+        if self.kind == "http" and not is_service(self.path):
+            raise ValueError(
+                f"scorer {self.name}: path must be an http:// or https:// address without a user name"
+            )
         module, colon, name = self.path.partition(":")
         if self.kind == "function" and not (module and colon and name):
             raise ValueError(

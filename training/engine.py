@@ -181,9 +181,7 @@ class Engine:
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = (
-                    torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)
-                )
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
 
     def _torch_step(self) -> float:
         gradients = [p.grad for p in self._trainable() if p.grad is not None]

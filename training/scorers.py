@@ -18,7 +18,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-from urllib.parse import urlsplit
 
 import torch
 from jaxtyping import Float
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from data.errors import ConfigurationError, InfrastructureError
 from data.records import Message, Prompt
+from training.config import is_service
 from training.rewards import PROCESS
 from training.steps import score_steps, split_steps
 from training.worker import Failed, Worker
@@ -214,9 +214,8 @@ class HttpScorer(_Called):
     null}."""
 
     def __init__(self, name: str, dimension: str, url: str, timeout: float, error_limit: float = 1.0) -> None:
-        parts = urlsplit(url)
         # The address may hold a credential, so no message repeats it.
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        if not is_service(url):
             raise ConfigurationError(
                 f"rewards.scorers: {name}: path must be an http:// or https:// address without a user name"
             )

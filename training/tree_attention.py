@@ -11,8 +11,7 @@ which is that library's sdpa wherever no layout is given (padded rows, decoding 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,15 +111,13 @@ def whole_mask(layout: Layout) -> Bool[Tensor, "1 1 T T"]:
     """The same as a mask over the whole row, for attention that takes nothing else."""
     length = sum(map(sum, layout))
     allowed = torch.zeros(length, length, dtype=torch.bool)
-    for start, (prompt, *answers) in zip(_starts(layout), layout, strict=True):
-        allowed[start : start + prompt, start : start + prompt] = True
-        at = start + prompt
+    at = 0
+    for prompt, *answers in layout:
+        stem = slice(at, at + prompt)
+        allowed[stem, stem] = True
+        at += prompt
         for answer in answers:
-            allowed[at : at + answer, start : start + prompt] = True
-            allowed[at : at + answer, at : at + answer] = True
+            own = slice(at, at + answer)
+            allowed[own, stem] = allowed[own, own] = True
             at += answer
     return allowed.tril()[None, None]
-
-
-def _starts(layout: Sequence[Sequence[int]]) -> list[int]:
-    return [0, *accumulate(map(sum, layout))][: len(layout)]
