@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from data.errors import ConfigurationError
 
 Precision = Literal["auto", "bf16", "fp32"]
-Pooling = Literal["all", "answer"]
+Pooling = Literal["all", "answer", "pooler"]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -251,7 +251,7 @@ class RewardParams(Section):
     pooling: Pooling = Field(
         "all",
         description="encoders: tokens whose states are averaged, all or the answer's (the prompt is "
-        "read in them); a causal LM's last token is read",
+        "read in them), or pooler: the pretrained one reads the first; a causal LM's last token is read",
     )
     margin: float = Field(0.0, ge=0, description="score difference asked for beyond the sign, in score units")
     centring: float = Field(

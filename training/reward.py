@@ -199,7 +199,7 @@ def build_members(source: Path | str, params: RewardParams, seed: int) -> tuple[
     members = []
     kind: Kind = "encoder"
     for number in range(params.members):
-        backbone, kind = load_backbone(source)
+        backbone, kind = load_backbone(source, params.pooling)
         if params.frozen_layers:
             freeze(backbone, params.frozen_layers)
         if params.lora:

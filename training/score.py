@@ -1,9 +1,10 @@
 """Scores of answers by a learned model: loading, scoring, publishing.
 
 A score model reads text, not ids: it has a tokenizer of its own, so any encoder or causal LM can judge any
-policy. An encoder reads "prompt [SEP] answer" and the head sees the mean of its hidden states over the
-mask; a causal LM reads the rendered conversation and the head sees the answer's last token, found by mask
-and never by id. Only the prompt is cut, on its left, and the answer stays whole as long as it fits at all.
+policy. An encoder reads "prompt [SEP] answer" and the head sees the mean of its hidden states over the mask,
+or what its pretrained pooler makes of the first one (as BERT's sequence classifiers do); a causal LM reads
+the rendered conversation and the head sees the answer's last token, found by mask and never by id. Only the
+prompt is cut, on its left, and the answer stays whole as long as it fits at all.
 
     score = w . h        h [d] in float32, w [heads, d], no bias: a shift of all scores means nothing
     w ~ N(0, 1 / (d + 1)) at the start
@@ -71,7 +72,8 @@ class Member(nn.Module):
     """One backbone with its head; forward gives the score of each answer, [N, heads] in float32."""
 
     def __init__(self, backbone: Any, kind: Kind, heads: int, seed: int, pooling: Pooling = "all") -> None:
-        """`pooling`: of which tokens an encoder's states are averaged; a causal LM's last one is read."""
+        """`pooling`: of which tokens an encoder's states are averaged, or `pooler`: its own; a causal LM's
+        last one is read."""
         super().__init__()
         self.backbone = backbone
         self.kind = kind
@@ -97,12 +99,17 @@ class Member(nn.Module):
             typed = getattr(inner.config, "type_vocab_size", 0) > 1
             named = accepted(inner, token_type_ids=batch.types) if typed else {}
             out = inner(input_ids=batch.ids, attention_mask=batch.mask.long(), **named)
-            read = batch.types if self.pooling == "answer" else batch.mask
-            weight = read[..., None].float()
-            pooled = (out.last_hidden_state.float() * weight).sum(1) / weight.sum(1)
+            pooled = out.pooler_output if self.pooling == "pooler" else averaged(out, batch, self.pooling)
         with torch.autocast(device().type, enabled=False):
             scores: Tensor = pooled.float() @ self.head.T
         return scores
+
+
+def averaged(out: Any, batch: Padded, pooling: Pooling) -> Float[Tensor, "B d"]:
+    """Mean of an encoder's last states in float32, over all tokens or the answer's."""
+    weight = (batch.types if pooling == "answer" else batch.mask)[..., None].float()
+    total: Tensor = (out.last_hidden_state.float() * weight).sum(1)
+    return total / weight.sum(1)
 
 
 def last_token(mask: Bool[Tensor, "B T"]) -> Int[Tensor, " B"]:
@@ -116,12 +123,13 @@ def accepted(module: nn.Module, **named: Any) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name in known}
 
 
-def load_backbone(path: Path | str) -> tuple[Any, Kind]:
-    """Backbone without any head, in float32, and how it is read; a missing weight is an error.
+def load_backbone(path: Path | str, pooling: Pooling = "all") -> tuple[Any, Kind]:
+    """Backbone without any head, in float32, and how it is read; a missing weight is an error, and a missing
+    pooler where `pooling` asks for it.
 
     A checkpoint's own score head (...ForSequenceClassification) is left behind: ours is trained on the pairs.
     """
-    model = _trunk(path)
+    model = _trunk(path, pooling)
     if not looks_back_only(model):
         return model, "encoder"
     model.config.use_cache = False
@@ -143,7 +151,7 @@ def looks_back_only(model: Any) -> bool:
     return bool((states[0] - states[1]).abs().max() <= SAME_STATE * states.abs().max())
 
 
-def _trunk(path: Path | str) -> Any:
+def _trunk(path: Path | str, pooling: Pooling) -> Any:
     disable_progress_bar()
     set_verbosity_error()  # Missing weights are an error here, not a table on the screen.
     try:
@@ -158,11 +166,17 @@ def _trunk(path: Path | str) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: no reward backbone could be loaded ({error})") from error
-    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
-    if missing:
-        raise ConfigurationError(f"{path}: weights are missing: {missing[:5]}")
-    if hasattr(model, "pooler"):
-        model.pooler = None
+    missing = sorted(info["missing_keys"])
+    if rest := [key for key in missing if not key.startswith("pooler.")]:
+        raise ConfigurationError(f"{path}: weights are missing: {rest[:5]}")
+    if pooling != "pooler":
+        if hasattr(model, "pooler"):
+            model.pooler = None
+    elif missing or getattr(model, "pooler", None) is None:
+        raise ConfigurationError(
+            f"{path}: pooling is pooler, but this {config.model_type} comes without a pretrained one; set "
+            "pooling: all or answer (mean of states; a causal LM's last one is read)"
+        )
     return model
 
 
@@ -251,11 +265,11 @@ class ScoreModel:
         try:
             settings = json.loads((folder / "score.json").read_text(encoding="utf-8"))
             members = []
+            heads, pooling = max(1, len(settings["heads"])), settings.get("pooling", "all")
             for number in range(settings["members"]):
-                backbone = _trunk(folder / f"member-{number}")
+                backbone = _trunk(folder / f"member-{number}", pooling)
                 if settings["kind"] == "causal":
                     backbone.config.use_cache = False
-                heads, pooling = max(1, len(settings["heads"])), settings.get("pooling", "all")
                 member = Member(backbone, settings["kind"], heads, 0, pooling)
                 head = load_file(folder / f"member-{number}" / "head.safetensors")["head"]
                 with torch.no_grad():

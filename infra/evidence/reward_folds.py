@@ -2,8 +2,9 @@
 
 The folds part prompt groups. In each one our program (training.reward) and TRL's RewardTrainer train MiniLM
 on the other four: the same ids, rows a step in the same order, steps, learning rate with warmup and cosine,
-weight decay and clipping; the heads are each side's own. Accuracy on the held-out folds is pooled; intervals
-take a prompt group as one cluster, tests compare pair by pair. A fold that is done is kept under --work.
+weight decay and clipping; both read the pretrained pooler, their heads are each side's own. Accuracy on the
+held-out folds is pooled; intervals take a prompt group as one cluster, tests compare pair by pair. A fold
+that is done is kept under --work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from training.stats import clustered_share
 FOLDS, SEED = 5, 0
 PARAMS: dict[str, Any] = {
     "model": "minilm", "epochs": 2, "max_length": 128, "frozen_layers": 3, "precision": "fp32",
-    "token_budget": 4096, "checkpoint_every": 100_000, "engine": {"backend": "torch"},
+    "pooling": "pooler", "token_budget": 4096, "checkpoint_every": 100_000, "engine": {"backend": "torch"},
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def save(folder: Path, config: Any, kind: Any = AutoModelForSequenceClassificati
 
 
 def build(source: Path, pooling: Any = "all") -> ScoreModel:
-    backbone, kind = load_backbone(source)
+    backbone, kind = load_backbone(source, pooling)
     settings = {"kind": kind, "heads": [], "members": 1, "max_length": 96, "pooling": pooling}
     member = Member(backbone, kind, 1, 3, pooling)
     return ScoreModel([member], load_score_tokenizer(source, kind), settings, "fp32")
@@ -138,6 +138,39 @@ def test_an_encoders_score_is_the_mean_over_its_tokens(tmp_path: Path, name: str
         expected = float(read.mean(0) @ model.members[0].head.detach()[0])
         assert float(found[row]) == pytest.approx(expected, abs=1e-4)
     assert float(found.std()) > 1e-2
+
+
+def test_an_encoders_own_pooler_is_read_trained_and_published(tmp_path: Path) -> None:
+    source = save(tmp_path / "bert", ENCODERS["bert"], AutoModel)
+    model = build(source, "pooler")
+    plain = AutoModel.from_pretrained(source).eval()
+    found = model.score(ROWS)
+    for row, (messages, text) in enumerate(ROWS):
+        before, after = encode_row(model.tok, "encoder", messages, text, 96)
+        types = torch.tensor([[0] * len(before) + [1] * len(after)])
+        with torch.no_grad():
+            pooled = plain(input_ids=torch.tensor([before + after]), token_type_ids=types).pooler_output[0]
+        assert float(found[row]) == pytest.approx(float(pooled @ model.members[0].head.detach()[0]), abs=1e-4)
+    assert float(found.std()) > 1e-2
+    rows = write_pairs(tmp_path / "rows.jsonl")
+    params = {
+        "model": str(source), "pooling": "pooler", "max_length": 64, "max_steps": 2, "precision": "fp32",
+        "batch": 8, "lr": 1e-2, "engine": {"backend": "torch"},
+    }  # fmt: skip
+    path = workdir(tmp_path / "run", "reward", params, {"pairs": rows, "test": rows})
+    run_program(reward.main, path)
+    trained = ScoreModel.load(path / "model").members[0].backbone.pooler.dense.weight
+    assert not torch.equal(trained, plain.pooler.dense.weight)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "qwen2"])
+def test_a_pooler_that_the_checkpoint_has_not_is_refused(tmp_path: Path, name: str) -> None:
+    """The masked LM's checkpoint has none, a random one is never made; some kinds have none at all."""
+    source = save(
+        tmp_path / name, {**ENCODERS, **TRUNKS}[name], AutoModelForMaskedLM if name == "bert" else AutoModel
+    )
+    with pytest.raises(ConfigurationError, match=r"without a pretrained one; set pooling: all"):
+        build(source, "pooler")
 
 
 @pytest.mark.parametrize("name", TRUNKS)
