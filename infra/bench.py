@@ -101,7 +101,7 @@ def pair_rows(spec: dict[str, Any]) -> list[Any]:
 
 def fitting(tok: Any, spec: dict[str, Any]) -> list[Any]:
     """The first pairs that no limit would cut, as many as the run takes, as ids."""
-    from training.config import OptimizeParams, PreferenceParams
+    from training.config_optimize import OptimizeParams, PreferenceParams
     from training.pairs import encode
 
     params = OptimizeParams(
@@ -223,7 +223,7 @@ def our_dpo(spec: dict[str, Any], tok: Any) -> Step:
 
     from training import preference
     from training.batches import cannot_share
-    from training.config import OptimizeParams
+    from training.config_optimize import OptimizeParams
     from training.logprobs import AnswerLogprobs
     from training.models import load_policy
     from training.reference import Forward, choose_layout
@@ -259,7 +259,9 @@ def our_dpo(spec: dict[str, Any], tok: Any) -> Step:
 def our_rl(spec: dict[str, Any], tok: Any) -> Step:
     from data.records import to_line
     from training import rl
-    from training.config import GuardParams, KlParams, OptimizeParams, RewardsParams, ScorerParams
+    from training.config_guards import GuardParams
+    from training.config_optimize import KlParams, OptimizeParams
+    from training.config_rewards import RewardsParams, ScorerParams
     from training.rundir import RunDir
 
     scorer = ScorerParams(kind="function", name="vowels", path="infra.bench:vowels")

@@ -22,7 +22,7 @@ from infra import bench
 from training import preference
 from training.batches import cannot_share
 from training.chat import load_tokenizer
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.engine import connect
 from training.logprobs import AnswerLogprobs
 from training.models import load_policy
