@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tasks.base import is_hub_id
 from tasks.params import Params, flat
-from training.config import ON_PAIRS, OptimizeParams, RewardsParams
+from training.config_optimize import ON_PAIRS, OptimizeParams
+from training.config_rewards import RewardsParams
 from training.losses import POLICY_LOSSES, PREFERENCE_LOSSES, needs
 
 

@@ -29,7 +29,7 @@ from flows.secrets import mask
 from tasks.params import Params, load, parse, read_profile
 from tasks.places import home
 from tasks.publish import check_writable
-from training.config import ON_PAIRS
+from training.config_optimize import ON_PAIRS
 from training.models import cpu_gains_by_bf16, resolve
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tasks.params import Params
-from training.config import ON_PAIRS, LoraParams, OptimizeParams, RewardParams, SftParams
+from training.config import LoraParams, RewardParams, SftParams
+from training.config_optimize import ON_PAIRS, OptimizeParams
 from training.generate import MAX_ROWS
 from training.logprobs import CHUNK
 

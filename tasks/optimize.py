@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasks.places import Json
 from tasks.stage import Stage, run
-from training.config import ON_PAIRS
+from training.config_optimize import ON_PAIRS
 
 
 def closed_gate(result: Json, what: str) -> str | None:

@@ -24,7 +24,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from data.config import DataParams
 from data.errors import ConfigurationError
 from tasks.places import home, write_text
-from training.config import ON_PAIRS, EvaluateParams, OptimizeParams, RewardParams, Section, SftParams
+from training.config import EvaluateParams, RewardParams, Section, SftParams
+from training.config_optimize import ON_PAIRS, OptimizeParams
 
 FILE = "params.yaml"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from tasks.params import PromoteParams
 from tasks.places import Json
 from tasks.stage import Stage, run
-from training.config import ON_PAIRS
+from training.config_optimize import ON_PAIRS
 
 Interval = tuple[float, float] | None
 

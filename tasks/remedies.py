@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tasks.evidence import Facts, Missing
 from tasks.outcomes import NEVER, wanted_prompts
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 
 LADDER = (5e-6, 2e-6, 1e-6, 5e-7, 2e-7, 1e-7)
 """Learning rates of full fine-tuning against a reward, tried from the left."""

@@ -18,7 +18,8 @@ from tasks.base import gguf_file, is_hub_id
 from tasks.params import Params, load
 from tasks.places import Json, digest, home, stage_folder, write_json
 from tasks.stage import Stage, run
-from training.config import ScorerParams, minilm_folder
+from training.config import minilm_folder
+from training.config_rewards import ScorerParams
 
 FILES = ("data.json", "model.json", "reward.json", "judge.json", "optimize.json")
 

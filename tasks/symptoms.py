@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tasks.evidence import Facts, Missing
-from training.config import ON_PAIRS
+from training.config_optimize import ON_PAIRS
 
 REPRESENTATIVE = 0.2
 """Share of the pairs that must be judged twice before their agreement speaks for all pairs."""

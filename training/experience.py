@@ -23,7 +23,7 @@ from data.records import Prompt
 from training import advantages, rewards
 from training.batches import Tree
 from training.chat import decode_answer
-from training.config import RewardsParams, ScorerParams
+from training.config_rewards import RewardsParams, ScorerParams
 from training.generate import Rollout
 from training.score import ScoreModel
 from training.scorers import Answered, FunctionScorer, HttpScorer, LearnedScorer, Outcome, Scorer

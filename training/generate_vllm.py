@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data.errors import ConfigurationError, InfrastructureError
 from training.batches import Batch, Tree
-from training.config import GeneratorParams, OptimizeParams
+from training.config_optimize import GeneratorParams, OptimizeParams
 from training.generate import Rollout, prompt_key, row_seed
 from training.learner import Learner, Rolled
 from training.models import merged_items, resolve

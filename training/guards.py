@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from training.config import Action, GuardParams, SpikeParams
+from training.config import SpikeParams
+from training.config_guards import Action, GuardParams
 
 History = Sequence[Mapping[str, float]]
 LEAST_GAP = 1e-3

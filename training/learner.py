@@ -18,7 +18,7 @@ from torch import Tensor
 
 from training import kl, losses
 from training.batches import Batch, Tree, collate, plan
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.engine import Engine, StepInfo
 from training.logprobs import answer_logprobs
 from training.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, needs

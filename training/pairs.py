@@ -12,7 +12,7 @@ from data.errors import DataError
 from data.records import Feedback, Preference, read_records
 from training.batches import Tree
 from training.chat import encode_answer, encode_prompt, preflight
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.rundir import RunDir
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from data.errors import ConfigurationError
-from training.config import ON_PAIRS, EvaluateParams, OptimizeParams, RewardParams, SftParams
+from training.config import EvaluateParams, RewardParams, SftParams
+from training.config_optimize import ON_PAIRS, OptimizeParams
 
 Limited = SftParams | RewardParams | OptimizeParams | EvaluateParams
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")

@@ -30,7 +30,7 @@ from training import kl, losses, positions, watch
 from training.batches import Tree, cannot_share, collate, deal, plan, step_rows, steps_per_epoch
 from training.chat import load_tokenizer, template_hash
 from training.checkpoint import Checkpoints
-from training.config import ON_PAIRS, OptimizeParams
+from training.config_optimize import ON_PAIRS, OptimizeParams
 from training.engine import Engine, connect
 from training.logprobs import AnswerLogprobs
 from training.losses import PREFERENCE_LOSSES, PreferenceLoss, needs

@@ -18,7 +18,7 @@ from data.errors import ConfigurationError
 from data.records import Prompt
 from training import chat, positions
 from training.batches import Tree
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.generate import Generator
 from training.kl import ratio
 from training.learner import Learner, Rolled

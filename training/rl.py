@@ -32,7 +32,7 @@ from training import advantages, generate_vllm, guards, kl, preflight
 from training.batches import Tree, cannot_share, epoch_order
 from training.chat import encode_prompt, load_tokenizer, stop_ids, template_hash
 from training.checkpoint import Checkpoints
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.engine import Engine, connect
 from training.experience import Experience, Scoring, build_scorers, gather, join, select
 from training.generate import BuiltinGenerator, Generator

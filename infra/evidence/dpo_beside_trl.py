@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
-from infra import bench
+from infra.bench.ours import our_engine, our_settings
+from infra.bench.side import tiny_model
+from infra.bench.theirs import trl_trainer
+from infra.bench.work import BATCH, BETA, fitting
 from training import preference
 from training.batches import cannot_share
 from training.chat import load_tokenizer
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.engine import connect
 from training.logprobs import AnswerLogprobs
 from training.models import load_policy
@@ -37,12 +40,12 @@ class Ours:
 
     def __init__(self, spec: dict[str, Any], tok: Any) -> None:
         self.params = OptimizeParams(
-            algorithm="dpo", prompts=spec["batch"], beta=bench.BETA["dpo"], temperature=1.0,
-            **bench.our_settings(spec),
+            algorithm="dpo", prompts=spec["batch"], beta=BETA["dpo"], temperature=1.0,
+            **our_settings(spec),
         )  # fmt: skip
-        items = bench.fitting(tok, spec)
+        items = fitting(tok, spec)
         self.model = load_policy(spec["model"], self.params.precision, None)
-        engine = bench.our_engine(AnswerLogprobs(self.model), self.params)
+        engine = our_engine(AnswerLogprobs(self.model), self.params)
         shared = cannot_share(self.model) is None
         forward = Forward(engine, int(tok.pad_token_id), shared, self.params.token_budget, 1.0, "fp32")
         ref = forward.logps([item.tree for item in items])
@@ -67,7 +70,7 @@ def compare(spec: dict[str, Any]) -> Iterator[dict[str, float]]:
     from torch.utils.data import SequentialSampler
 
     tok = load_tokenizer(spec["model"])
-    ours, other = Ours(spec, tok), bench.trl_trainer(spec, tok, [])
+    ours, other = Ours(spec, tok), trl_trainer(spec, tok, [])
     other._get_train_sampler = lambda *args, **kwargs: SequentialSampler(other.train_dataset)
     training_step = other.training_step
     found: list[dict[str, float]] = []
@@ -111,8 +114,8 @@ def main() -> int:
     connect()
     with tempfile.TemporaryDirectory(prefix="plumbline-dpo-") as folder:
         spec = {
-            "folder": folder, "model": args.model or bench.tiny_model(Path(folder) / "tiny"), "task": "dpo",
-            "threads": args.threads, "steps": args.steps, "batch": bench.BATCH["dpo"], "backend": "torch",
+            "folder": folder, "model": args.model or tiny_model(Path(folder) / "tiny"), "task": "dpo",
+            "threads": args.threads, "steps": args.steps, "batch": BATCH["dpo"], "backend": "torch",
             "precision": "fp32", "pairs": str(real if real.exists() else sample),
         }  # fmt: skip
         steps = list(compare(spec))

@@ -36,7 +36,7 @@ from infra.evidence import world
 from infra.evidence.faults import CLEAN, EVENTS, FAULTS, OWN_GUARDS, Variant
 from infra.evidence.scores import CLEAN as REWARDS
 from training import rl
-from training.config import GuardParams
+from training.config_guards import GuardParams
 from training.engine import connect
 from training.guards import GUARDS, Watch, kl
 from training.rundir import write_json

@@ -27,7 +27,7 @@ from tests.training.tiny import byte_tokenizer, llama
 from training import rl
 from training.batches import Tree, collate
 from training.chat import decode_answer, encode_answer, encode_prompt, load_tokenizer, stop_ids
-from training.config import GuardParams
+from training.config_guards import GuardParams
 from training.engine import connect
 from training.generate import BuiltinGenerator
 from training.logprobs import answer_logprobs

@@ -30,7 +30,7 @@ from infra.evidence.guard_table import code_digest, commit
 from infra.evidence.scores import gold, linear
 from training import rl
 from training.chat import decode_answer, encode_prompt, load_tokenizer, stop_ids
-from training.config import GuardParams
+from training.config_guards import GuardParams
 from training.engine import connect
 from training.generate import BuiltinGenerator
 from training.models import load_causal

@@ -23,7 +23,7 @@ import torch
 from scipy.stats import binomtest
 
 from data.records import Preference, digest, group_key, to_line
-from infra import bench
+from infra.bench.work import pair_rows
 from infra.evidence.learning import shown
 from training import reward
 from training.batches import step_rows, steps_per_epoch
@@ -42,7 +42,7 @@ PARAMS: dict[str, Any] = {
 
 def pairs(file: Path) -> list[Preference]:
     """Well-formed pairs with their prompt groups."""
-    rows = bench.pair_rows({"pairs": str(file)})
+    rows = pair_rows({"pairs": str(file)})
     return [row.model_copy(update={"group": group_key(row.prompt)}) for row in rows]
 
 

@@ -24,7 +24,7 @@ from infra.evidence.scores import GOOD, MOVES, NATURE
 from training import rl
 from training.batches import Tree, collate
 from training.chat import encode_answer, encode_prompt, load_tokenizer
-from training.config import RewardsParams, ScorerParams
+from training.config_rewards import RewardsParams, ScorerParams
 from training.logprobs import answer_logprobs
 from training.rundir import RunDir, seed_everything
 from training.scorers import Answered, Outcome, Scorer, Tally, outcome_of

@@ -14,7 +14,8 @@ from flows import memory, records
 from flows.dead import dead
 from tasks.params import Params
 from training import chat
-from training.config import LoraParams, OptimizeParams, RewardParams, SftParams
+from training.config import LoraParams, RewardParams, SftParams
+from training.config_optimize import OptimizeParams
 
 FREE = {"ppo": {"updates": 2}}
 OWN = {"kind": "learned", "name": "r", "path": "x"}

@@ -17,7 +17,7 @@ from tasks.params import parse, write_overrides
 from tasks.remedies import LADDER, lower_lr, raise_lr
 from tasks.symptoms import sft_loss
 from tests.tasks.constructed import facts, write_run
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.stats import wilson
 
 DPO = {"optimize": {"algorithm": "dpo", "group": 1}}

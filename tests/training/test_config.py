@@ -6,24 +6,20 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from training import config
-from training.config import (
-    EngineParams,
-    GuardParams,
-    OptimizeParams,
-    RewardParams,
-    RewardsParams,
-    ScorerParams,
-    Section,
-    SftParams,
-)
+from training import config, config_guards, config_optimize, config_rewards
+from training.config import EngineParams, RewardParams, Section, SftParams
+from training.config_guards import GuardParams
+from training.config_optimize import OptimizeParams
+from training.config_rewards import RewardsParams, ScorerParams
 from training.guards import GUARDS
 
 FUNCTION = {"kind": "function", "name": "f", "path": "a:b"}
 SECTIONS = [
     value
-    for value in vars(config).values()
-    if isinstance(value, type) and issubclass(value, Section) and value is not Section
+    for module in (config, config_guards, config_optimize, config_rewards)
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, Section) and value.__module__ == module.__name__
+    if value is not Section
 ]
 
 

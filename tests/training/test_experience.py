@@ -12,7 +12,7 @@ from torch import Tensor
 from data.errors import ConfigurationError
 from data.records import Prompt
 from tests.training.tiny import byte_tokenizer, prompt, save_encoder
-from training.config import RewardsParams
+from training.config_rewards import RewardsParams
 from training.experience import (
     Experience,
     Scoring,

@@ -22,7 +22,7 @@ from tests.training.test_models import shaken
 from tests.training.tiny import prompt, save_policy, workdir
 from training import generate_vllm, rl
 from training.batches import Tree, collate
-from training.config import GeneratorParams, OptimizeParams
+from training.config_optimize import GeneratorParams, OptimizeParams
 from training.engine import Engine
 from training.generate import BuiltinGenerator, row_seed
 from training.generate_vllm import BOUNDS, VllmGenerator, canaries_of, connect, require
@@ -501,6 +501,7 @@ def test_the_bounds_are_the_extras() -> None:
         ({"kind": "vllm", "mode": "server"}, "needs generator.url"),
         ({"kind": "vllm", "mode": "server", "url": "ftp://h"}, "needs generator.url"),
         ({"kind": "vllm", "mode": "server", "url": "http://u:p@h:1"}, "VLLM_API_KEY"),
+        ({"kind": "vllm", "mode": "server", "url": "http://:p@h:1"}, "VLLM_API_KEY"),
     ],
 )
 def test_an_impossible_combination_is_refused(generator: dict[str, Any], text: str) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from training.config import GuardParams
+from training.config_guards import GuardParams
 from training.guards import GUARDS, SEVERITY, Finding, Seen, Watch, decide, recent, review, start
 
 WINDOW = 3

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.training.tiny import gpt2
 from training import kl
 from training.batches import Tree, collate
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.engine import Engine
 from training.learner import Learner, Rolled, Signals
 from training.logprobs import AnswerLogprobs, answer_logprobs

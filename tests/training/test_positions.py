@@ -41,7 +41,8 @@ from tests.training.tiny import (
 )
 from training import compare, preference, process, reward, rl, sft
 from training.batches import Tree, collate
-from training.config import EvaluateParams, OptimizeParams, RewardParams, SftParams
+from training.config import EvaluateParams, RewardParams, SftParams
+from training.config_optimize import OptimizeParams
 from training.logprobs import answer_logprobs
 from training.positions import lengths, over, positions
 

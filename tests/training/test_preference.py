@@ -21,7 +21,8 @@ from data.records import Feedback, Preference, digest, read_records, to_line
 from tests.training.tiny import byte_tokenizer, llama, prompt, save_policy, workdir, write_pairs
 from training import preference
 from training.batches import Tree
-from training.config import ON_PAIRS, EngineParams, LoraParams, OptimizeParams
+from training.config import EngineParams, LoraParams
+from training.config_optimize import ON_PAIRS, OptimizeParams
 from training.engine import Engine
 from training.logprobs import AnswerLogprobs
 from training.models import add_lora, load_causal

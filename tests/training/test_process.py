@@ -14,7 +14,8 @@ from data.errors import ConfigurationError, DataError, Stopped
 from data.records import Prompt, StepLabels, digest, to_line
 from tests.training.tiny import byte_tokenizer, prompt, run_program, save_encoder, save_policy, workdir
 from training import process
-from training.config import GateParams, ProcessParams, ScorerParams
+from training.config import GateParams, ProcessParams
+from training.config_rewards import ScorerParams
 from training.experience import build_scorers
 from training.process import Verdict, decide, encode, labels_of, length_baseline, majority_baseline
 from training.score import Member, ScoreModel, load_backbone, load_score_tokenizer
@@ -192,7 +193,7 @@ def test_it_learns_the_steps_and_a_scorer_multiplies_them(tmp_path: Path) -> Non
 
 def score_texts(folder: Path, texts: list[str]) -> list[float]:
     """What `optimize` would get from its default scorer."""
-    from training.config import RewardsParams
+    from training.config_rewards import RewardsParams
 
     asked = Prompt(prompt=prompt("is it 7?"), id="x", group="x")
     [scorer] = build_scorers(RewardsParams(scorers=(ScorerParams(kind="learned", name="steps"),)), folder)

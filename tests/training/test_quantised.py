@@ -18,7 +18,8 @@ from tests.training.test_engine import OPTIONS, train
 from tests.training.test_models import BATCH, shaken
 from tests.training.tiny import byte_tokenizer, prompt, save_policy, workdir
 from training import models, quantised, rl
-from training.config import EngineParams, LoraParams, OptimizeParams, RewardParams, SftParams
+from training.config import EngineParams, LoraParams, RewardParams, SftParams
+from training.config_optimize import OptimizeParams
 from training.engine import Engine
 from training.logprobs import AnswerLogprobs, answer_logprobs
 from training.models import load_policy, merge_and_save, reference

@@ -18,7 +18,7 @@ from data.errors import Stopped
 from data.records import Prompt, to_line
 from tests.training.tiny import prompt, run_program, save_policy, workdir
 from training import rl
-from training.config import OptimizeParams
+from training.config_optimize import OptimizeParams
 from training.engine import connect
 from training.rundir import RunDir, seed_everything
 
