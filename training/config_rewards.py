@@ -61,7 +61,18 @@ class RewardsParams(Section):
         "none", description="each dimension over batch or group before it is summed (GDPO [2601.05242])"
     )
     cap: float = Field(0.0, description="most that an answer below the floor of a dimension can get")
-    penalty: float = Field(0.5, ge=0, description="reward taken for full evidence of cheating")
+    penalty: float = Field(
+        0.5,
+        ge=0,
+        description="reward taken for full evidence of cheating: repetition, length, copying the prompt, "
+        "judge-directed text",
+    )
+    length_factor: float | None = Field(
+        None,
+        ge=0,
+        description="an answer of more than this many times the first step's mean tokens counts as padded, "
+        "fully at twice that; 0: off; null: 3, off where all scorers are functions",
+    )
     missing_eos: float = Field(0.0, ge=0, description="reward taken from an answer cut at max_new_tokens")
     overlong_buffer: int = Field(
         0, ge=0, description="last tokens over which DAPO's length penalty rises to 1; 0: off"
@@ -72,6 +83,15 @@ class RewardsParams(Section):
     ensemble_lam: float = Field(0.5, ge=0, description="lambda of mean - lambda * variance")
     timeout: float = Field(10.0, gt=0, description="seconds a call may take")
     error_limit: float = Field(0.1, ge=0, le=1, description="share of failed scores that ends the run")
+
+    @model_validator(mode="after")
+    def _padding(self) -> Self:
+        if self.length_factor is not None and 0 < self.length_factor < 1:
+            raise ValueError(
+                f"length_factor ({self.length_factor}) would punish answers shorter than the first ones; set "
+                "at least 1, or 0 to switch it off"
+            )
+        return self
 
     @model_validator(mode="after")
     def _floors(self) -> Self:

@@ -66,6 +66,10 @@ class Scored(NamedTuple):
     first_error: str
 
 
+LENGTH_FACTOR = 3.0
+"""Default of `rewards.length_factor` where a learned or remote scorer can be won by padding."""
+FEW_TOKENS = 16.0
+"""Where answers are shorter at the start, this counts as typical: a sentence is not padding."""
 PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition", "judge_directed")
 
 
@@ -78,6 +82,8 @@ class Scoring:
     limit: int
     """max_new_tokens: where an answer is cut."""
     total: Total
+    typical: float | None = None
+    """Mean tokens of an answer in the run's first step; None while that is not known."""
     first_error: str = field(default="")
 
     def __call__(self, answers: Sequence[Answered], group: int) -> Scored:
@@ -107,10 +113,11 @@ class Scoring:
 
     def _faults(self, answer: Answered) -> rewards.Cheating:
         prompt = "\n".join(message.content for message in answer.prompt.prompt)
-        # Length is `overlong`'s matter: only the algorithm that asks for it pays it.
-        return rewards.cheating(
-            prompt, answer.text, length=min(answer.length, self.limit - 1), limit=self.limit, buffer=1
-        )
+        factor = length_factor(self.params)
+        padded = 0.0
+        if factor and self.typical is not None:
+            padded = rewards.padding(answer.length, max(self.typical, FEW_TOKENS), factor)
+        return rewards.cheating(prompt, answer.text, padded=padded)
 
     def _compose(
         self, names: Sequence[str], score: Tensor, valid: Tensor, detected: Tensor, group: int
@@ -151,6 +158,14 @@ class Scoring:
         worst = full.amin(1, keepdim=True).expand_as(full).flatten()
         reward = torch.where(empty, torch.minimum(reward, worst), reward)
         return torch.where(known, reward, 0.0)
+
+
+def length_factor(params: RewardsParams) -> float:
+    """Times the typical length from which an answer counts as padded; 0: never. A function that checks an
+    answer is not won by padding, and reasoning may grow there: where all scorers are functions, it is off."""
+    if params.length_factor is not None:
+        return params.length_factor
+    return 0.0 if all(scorer.kind == "function" for scorer in params.scorers) else LENGTH_FACTOR
 
 
 def column_of(parts: Sequence[Sequence[Outcome]]) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:

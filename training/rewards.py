@@ -180,7 +180,13 @@ def judge_directed(answer: str) -> float:
     return float(any(pattern.search(text) for pattern in JUDGE_DIRECTED))
 
 
-def cheating(prompt: str, answer: str, *, length: int, limit: int, buffer: int) -> Cheating:
-    """All detectors on one answer; `length` in tokens. `max` of it is what `compose` takes as detected."""
-    excess = -float(overlong(torch.tensor([length]), limit=limit, buffer=buffer))
-    return Cheating(repetition(answer), excess, copying(prompt, answer), judge_directed(answer))
+def padding(length: int, typical: float, factor: float) -> float:
+    """How far an answer outgrows what is typical: 0 up to factor times as many tokens, 1 at twice that."""
+    assert typical > 0 and factor >= 1
+    return min(max(length / (factor * typical) - 1.0, 0.0), 1.0)
+
+
+def cheating(prompt: str, answer: str, *, padded: float = 0.0) -> Cheating:
+    """All detectors on one answer; `padded` is what `padding` saw. `max` of it is what `compose` takes as
+    detected."""
+    return Cheating(repetition(answer), padded, copying(prompt, answer), judge_directed(answer))

@@ -355,6 +355,7 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     params, run, engine = setting.params, setting.run, setting.engine
     clock = setting.clock
     clock.start()
+    setting.scoring.typical = guards.start(state["history"], "length")
     with scorers_told(setting, step):
         found = SAMPLING.get(params.algorithm, fixed_sampling)(setting, state, step)
     made = signals(setting, found, state["beta"])

@@ -61,6 +61,7 @@ def test_defaults_survive_json(section: type[BaseModel]) -> None:
         (OptimizeParams, {"algorithm": "online_dpo", "beta": 0.0}, "online_dpo needs beta > 0"),
         (OptimizeParams, {"prompts": 5, "processes": 2, "ppo": {"minibatches": 3}}, "5 prompts, 2 processes"),
         (OptimizeParams, {"rewards": {"overlong_buffer": 65}}, r"overlong_buffer \(65\).*lower it"),
+        (OptimizeParams, {"rewards": {"length_factor": 0.5}}, r"length_factor \(0.5\).*at least 1, or 0"),
         (OptimizeParams, {"algorithm": "ppo", "ppo": {"value_warmup": 40}}, r"value_warmup \(40\)"),
         (
             OptimizeParams,

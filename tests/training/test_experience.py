@@ -130,6 +130,32 @@ def test_cheating_costs_the_penalty() -> None:
     assert found.repetition[1] > 0.9 and found.repetition[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "typical", "taken"),
+    [
+        ("learned", None, 20.0, 0.25),  # 90 of 3 x 20 tokens: half of the evidence, half of a point each
+        ("learned", 2.0, 20.0, 0.5),
+        ("learned", 0.0, 20.0, 0.0),
+        ("learned", None, None, 0.0),  # The first step is what the others are measured by.
+        ("learned", None, 2.0, 0.5 * (90 / 48 - 1)),  # Two words at the start: 16 tokens count as typical.
+        ("function", None, 20.0, 0.0),  # A check is not won by padding.
+        ("function", 3.0, 20.0, 0.25),
+        ("http", None, 20.0, 0.25),
+    ],
+)
+def test_an_answer_far_longer_than_the_first_ones_is_taken_for_padded(
+    kind: str, factor: float | None, typical: float | None, taken: float
+) -> None:
+    path = {"function": "json:loads", "http": "http://127.0.0.1:9/score"}.get(kind)
+    own = {"kind": kind, "name": "s"} | ({"path": path} if path else {})
+    measured = scoring([Fixed(("quality",), [[1.0]] * 4)], scorers=[own], length_factor=factor)
+    measured.typical = typical
+    long = measured(answers(TEXTS, length=90), 2)
+    assert long.reward.tolist() == pytest.approx([1.0 - taken] * 4)
+    assert long.detected.tolist() == pytest.approx([2 * taken] * 4)
+    assert measured(answers(TEXTS, length=15), 2).reward.tolist() == [1.0] * 4
+
+
 def test_a_cut_answer_pays_and_a_long_one_where_asked() -> None:
     scorer = Fixed(("quality",), [[1.0]] * 4)
     cut = answers(TEXTS, finished=False)

@@ -112,6 +112,17 @@ def test_the_reference_is_watched_across_a_restart(opened: Any) -> None:
     assert step == 1 and torch.equal(again["canary"], state["canary"])
 
 
+def test_padding_is_measured_against_the_first_step(opened: Any) -> None:
+    setting = opened()
+    _, state = rl.begin(setting)
+    seen = []
+    for step in (1, 2, 3):
+        state["history"] = [{**row, "length": 4.0 + number} for number, row in enumerate(state["history"])]
+        rl.step_once(setting, state, step)
+        seen.append(setting.scoring.typical)
+    assert seen == [None, 4.0, 4.0]
+
+
 def test_scorers_that_fail_end_the_run_with_a_line_in_the_journal(opened: Any) -> None:
     setting = opened(fails=True)
     _, state = rl.begin(setting)
