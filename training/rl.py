@@ -16,85 +16,31 @@ and says so in its status.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from data.errors import DataError, Stopped
-from data.records import Prompt, read_records
-from training import advantages, generate_vllm, guards, kl, preflight
-from training.batches import Tree, cannot_share, epoch_order
-from training.chat import encode_prompt, load_tokenizer, stop_ids, template_hash
-from training.checkpoint import Checkpoints
+from data.errors import Stopped
+from data.records import Prompt
+from training import advantages, kl, preflight
+from training.batches import Tree, epoch_order
+from training.chat import encode_prompt, template_hash
 from training.config_optimize import OptimizeParams
-from training.engine import Engine, connect
-from training.experience import Experience, Scoring, build_scorers, gather, join, select
-from training.generate import BuiltinGenerator, Generator
-from training.learner import Learner, Rolled, Signals
-from training.logprobs import AnswerLogprobs
+from training.experience import Experience, gather, join, select
+from training.generate import BuiltinGenerator
+from training.learner import Rolled, Signals
 from training.measure import measure, second_opinion
 from training.models import (
-    autocast,
     digest,
-    load_policy,
     merge_and_save,
-    reference,
     resolve,
     saved_dtype,
 )
+from training.rl_setting import Clock, Setting, set_up
+from training.rl_watch import answer_guards, reference_gap, reference_logp, scorers_told
 from training.rundir import RunDir, program
-from training.score import ScoreModel
-from training.scorers import ScorerFailed
-from training.trunk import Trunk
-from training.value import ActorCritic
-
-CANARY = 24
-"""Tokens on which the reference is watched."""
-
-
-class Clock:
-    """Seconds by part of a step; they go to timing.jsonl."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self._last = time.monotonic()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, part: str) -> None:
-        """What has passed since the last lap belongs to `part`."""
-        now = time.monotonic()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
-
-
-@dataclass
-class Setting:
-    """What a run is made of; nothing here changes but the engine's weights."""
-
-    run: RunDir
-    params: OptimizeParams
-    tok: PreTrainedTokenizerBase
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-    learner: Learner
-    generator: Generator
-    scoring: Scoring
-    checkpoints: Checkpoints
-    judge: ScoreModel | None
-    clock: Clock
-
-    @property
-    def engine(self) -> Engine:
-        return self.learner.engine
-
 
 # -- the parts of a step -------------------------------------------------------------------------------------
 
@@ -282,71 +228,6 @@ def look(setting: Setting, state: dict[str, Any], step: int) -> None:
     setting.checkpoints.rate(step, state["held_out"][step])
 
 
-@contextmanager
-def scorers_told(setting: Setting, step: int) -> Iterator[None]:
-    """Scorers that fail in it end the run, and the journal says so."""
-    try:
-        yield
-    except ScorerFailed as error:
-        setting.run.journal(
-            "guard", step=step, guard="scorer_errors", asked="stop", action="stop", value=error.share,
-            bound=setting.params.rewards.error_limit, message=str(error).splitlines()[0],
-        )  # fmt: skip
-        raise
-
-
-def reference_logp(setting: Setting) -> Tensor:
-    """Log-probabilities [1, R] of a fixed text under the reference, which may not move while a run lasts."""
-    ids = min((encode_prompt(setting.tok, row.prompt) for row in setting.prompts[:8]), key=len)[:CANARY]
-    return setting.learner.ref_logp(Rolled([Tree("canary", ids, [ids])]), len(ids))
-
-
-def reference_gap(setting: Setting, canary: Tensor) -> float:
-    """Mean |difference| a token of `reference_logp` to what it was at the start, nats."""
-    gap = float((reference_logp(setting) - canary).abs().mean())
-    return setting.engine.sum([gap])[0] / setting.engine.world
-
-
-# -- guards --------------------------------------------------------------------------------------------------
-
-
-def answer_guards(setting: Setting, state: dict[str, Any], step: int) -> tuple[bool, str | None]:
-    """Reviews the history and acts; returns whether the step was healthy and why the run ends, if it does."""
-    params, run = setting.params, setting.run
-    watch = guards.Watch(params.guards, params.kl.target, params.rewards.error_limit)
-    findings = guards.review(state["history"], watch, state["answered"])
-    action = guards.decide(findings, state["rollbacks"], params.guards.max_rollbacks)
-    for finding in findings:
-        extra = {"first_error": setting.scoring.first_error} if finding.guard == "scorer_errors" else {}
-        run.journal(
-            "guard", step=step, guard=finding.guard, asked=finding.action, action=action,
-            value=_json_number(finding.value), bound=finding.bound, message=finding.message, **extra,
-        )  # fmt: skip
-        state["answered"][finding.guard] = len(state["history"])
-        state["seen"].append(
-            {"step": step, "guard": finding.guard, "action": action, "message": finding.message}
-        )
-    if action in ("lower_lr", "rollback"):
-        if action == "rollback":
-            lowered = setting.engine.lr_scale
-            loaded = setting.checkpoints.rollback()
-            # What earlier answers took off stays off: the checkpoint may be older than they are.
-            setting.engine.scale_lr(lowered / setting.engine.lr_scale)
-            state["rollbacks"] += 1
-            run.journal("rollback", step=step, to=loaded[0] if loaded else None)
-        setting.engine.scale_lr(params.guards.lr_factor)
-    if action in ("raise_beta", "rollback"):
-        state["beta"] = max(state["beta"], 1e-3) * params.guards.beta_factor
-    if action is not None:
-        run.journal("settings", step=step, lr_scale=setting.engine.lr_scale, beta=state["beta"])
-    reason = next((f"{f.guard}: {f.message}" for f in findings if f.action in ("stop", "rollback")), None)
-    return action in (None, "warn"), reason if action == "stop" else None
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 # -- the program ---------------------------------------------------------------------------------------------
 
 
@@ -400,68 +281,6 @@ def step_once(setting: Setting, state: dict[str, Any], step: int) -> str | None:
     if stop and reason is None and step < params.steps:
         raise Stopped(f"stopped after step {step} of {params.steps}; run again to go on from there")
     return reason
-
-
-def set_up(run: RunDir) -> Setting:
-    """Reads everything, builds everything."""
-    params = run.params(OptimizeParams)
-    generate_vllm.require(params.generator)
-    source = run.input("model")
-    tok = load_tokenizer(source)
-    rows = list(read_records(run.input("prompts"), Prompt))
-    kept = [row for row in rows if len(encode_prompt(tok, row.prompt)) <= params.max_prompt]
-    if len(kept) < len(rows):
-        run.timing(0, {"prompts_too_long": len(rows) - len(kept)})
-    kept = list({row.id: row for row in sorted(kept, key=lambda row: row.id)}.values())
-    held_out, prompts = kept[: params.held_out], kept[params.held_out :]
-    if len(prompts) < params.prompts:
-        raise DataError(
-            f"{run.input('prompts')}: {len(prompts)} of {len(rows)} prompts are left (max_prompt "
-            f"{params.max_prompt}, {len(held_out)} set apart), a step asks for {params.prompts}; give more "
-            "prompts, or lower optimize.prompts or optimize.held_out"
-        )
-    preflight.lengths(source, params)
-    preflight.tokens(tok, prompts)
-    connect()
-    model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
-    frozen = reference(model, run.path)
-    module = ActorCritic(model) if params.algorithm == "ppo" else AnswerLogprobs(model)
-    total = params.steps * params.ppo.updates * params.ppo.minibatches
-    engine = Engine(
-        module, params.engine, lr=params.lr, total_steps=total, warmup=params.warmup,
-        min_lr_share=params.min_lr_share, weight_decay=params.weight_decay, clip_norm=params.clip_norm,
-    )  # fmt: skip
-    why = cannot_share(model)
-    trunk = Trunk.of(model) if params.engine.zero < 3 and params.generator.kind == "builtin" else None
-    learner = Learner(engine, model, frozen, params, int(tok.pad_token_id), why is None, trunk)
-    encoded = [encode_prompt(tok, row.prompt) for row in prompts[: params.generator.canaries]]
-    generator = build_generator(run, learner, tok, encoded)
-    inputs = run.config["inputs"]
-    learned = run.input("reward") if "reward" in inputs else None
-    scoring = Scoring(
-        build_scorers(params.rewards, learned), params.rewards, params.max_new_tokens, engine.sum
-    )
-    judge = ScoreModel.load(run.input("judge")) if "judge" in inputs and params.guards.gap else None
-    checkpoints = Checkpoints(run, engine, params.keep)
-    setting = Setting(
-        run, params, tok, prompts, held_out, learner, generator, scoring, checkpoints, judge, Clock()
-    )
-    if why is not None:
-        run.timing(0, {"unshared": why})
-    return setting
-
-
-def build_generator(
-    run: RunDir, learner: Learner, tok: PreTrainedTokenizerBase, canaries: Sequence[list[int]]
-) -> Generator:
-    """What params.generator names."""
-    params, stops = learner.params, stop_ids(tok)
-    if params.generator.kind == "vllm":
-        return generate_vllm.connect(learner, stops, canaries, run.input("model"), run.path, run.seed)
-    return BuiltinGenerator(
-        learner.model, stops, learner.pad_id, autocast=lambda: autocast(params.precision),
-        gathered=learner.engine.gathered, trunk=learner.trunk,
-    )  # fmt: skip
 
 
 def begin(setting: Setting) -> tuple[int, dict[str, Any]]:

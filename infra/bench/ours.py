@@ -137,7 +137,7 @@ def our_dpo(spec: dict[str, Any], tok: Any) -> Step:
 
 def our_rl(spec: dict[str, Any], tok: Any) -> Step:
     from data.records import to_line
-    from training import rl
+    from training import rl, rl_setting
     from training.config_guards import GuardParams
     from training.config_optimize import KlParams, OptimizeParams
     from training.config_rewards import RewardsParams, ScorerParams
@@ -161,7 +161,7 @@ def our_rl(spec: dict[str, Any], tok: Any) -> Step:
         "stage": "bench", "program": "training.rl", "seed": 0, "inputs": inputs,
         "params": params.model_dump(mode="json"),
     }  # fmt: skip
-    setting = rl.set_up(RunDir(folder, 0, config))
+    setting = rl_setting.set_up(RunDir(folder, 0, config))
     # Neither side writes checkpoints here.
     setting.checkpoints.save = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
     _, state = rl.begin(setting)

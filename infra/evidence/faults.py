@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from training import rl
 from training.chat import stop_ids
 from training.generate import BuiltinGenerator, Rollout
+from training.rl_setting import Setting
 
-Hook = Callable[[rl.Setting, int], None]
+Hook = Callable[[Setting, int], None]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Served:
     """Samples from a copy of the weights, as a server does; `update` fetches the trainer's, unless it
     doesn't."""
 
-    def __init__(self, setting: rl.Setting, fetches: Callable[[int], bool]) -> None:
+    def __init__(self, setting: Setting, fetches: Callable[[int], bool]) -> None:
         self._trained, self._fetches = setting.learner.model, fetches
         self._own = copy.deepcopy(setting.learner.model)
         self._inner = BuiltinGenerator(self._own, stop_ids(setting.tok), setting.learner.pad_id)
@@ -129,7 +129,7 @@ class Served:
 def served(fetches: Callable[[int], bool]) -> Hook:
     """Before the first step the run gets such a generator."""
 
-    def place(setting: rl.Setting, step: int) -> None:
+    def place(setting: Setting, step: int) -> None:
         if step == 0:
             setting.generator = Served(setting, fetches)
 
@@ -139,16 +139,16 @@ def served(fetches: Callable[[int], bool]) -> Hook:
 # -- the reference -------------------------------------------------------------------------------------------
 
 
-def frozen(setting: rl.Setting) -> Any:
+def frozen(setting: Setting) -> Any:
     """The reference's module."""
     with setting.learner.reference as module:
         return module
 
 
-def noise(share: float) -> Callable[[rl.Setting], None]:
+def noise(share: float) -> Callable[[Setting], None]:
     """Every matrix of the reference gets noise of a share of its deviation."""
 
-    def shake(setting: rl.Setting) -> None:
+    def shake(setting: Setting) -> None:
         for weight in frozen(setting).parameters():
             if weight.ndim == 2:
                 weight.data.add_(torch.randn_like(weight) * share * weight.std())
@@ -156,7 +156,7 @@ def noise(share: float) -> Callable[[rl.Setting], None]:
     return shake
 
 
-def follow(setting: rl.Setting) -> None:
+def follow(setting: Setting) -> None:
     """The reference becomes the policy: the two share their weights from then on."""
     for mine, theirs in zip(
         frozen(setting).parameters(), setting.learner.model.parameters(), strict=True
@@ -164,15 +164,15 @@ def follow(setting: rl.Setting) -> None:
         mine.data = theirs.data
 
 
-def lose_layer(setting: rl.Setting) -> None:
+def lose_layer(setting: Setting) -> None:
     """One layer of the reference writes nothing any more."""
     frozen(setting).model.layers[1].mlp.down_proj.weight.data.zero_()
 
 
-def once(start: int, act: Callable[[rl.Setting], None]) -> Hook:
+def once(start: int, act: Callable[[Setting], None]) -> Hook:
     """It happens before a step's work."""
 
-    def hook(setting: rl.Setting, step: int) -> None:
+    def hook(setting: Setting, step: int) -> None:
         if step == start:
             act(setting)
 

@@ -24,7 +24,7 @@ import torch
 
 from data.records import Message, Prompt, digest, to_line
 from tests.training.tiny import byte_tokenizer, llama
-from training import rl
+from training import rl, rl_setting
 from training.batches import Tree, collate
 from training.chat import decode_answer, encode_answer, encode_prompt, load_tokenizer, stop_ids
 from training.config_guards import GuardParams
@@ -137,7 +137,7 @@ def play(algorithm: str, seed: int, model: Path, train: Sequence[Prompt], held_o
         "inputs": {"model": str(model), "prompts": str(folder / "prompts.jsonl")},
     }  # fmt: skip
     seed_everything(seed)
-    setting = rl.set_up(RunDir(folder, 0, config))
+    setting = rl_setting.set_up(RunDir(folder, 0, config))
     _, state = rl.begin(setting)
     counts = [right(setting.learner.model, setting.tok, held_out, seed)]
     try:

@@ -2,7 +2,7 @@
 
 The base model (two layers, 48 wide) is fine-tuned for a few seconds on made-up answers, so that answers have
 a length, an order and, rarely, the bad habits that a careless reward can breed. A run is the on-policy
-program's own: rl.set_up, rl.begin, rl.step_once.
+program's own: rl_setting.set_up, rl.begin, rl.step_once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.records import Message, Prompt, digest, to_line
 from infra.evidence.scores import GOOD, MOVES, NATURE
-from training import rl
+from training import rl_setting
 from training.batches import Tree, collate
 from training.chat import encode_answer, encode_prompt, load_tokenizer
 from training.config_rewards import RewardsParams, ScorerParams
 from training.logprobs import answer_logprobs
+from training.rl_setting import Setting
 from training.rundir import RunDir, seed_everything
 from training.scorers import Answered, Outcome, Scorer, Tally, outcome_of
 from training.worker import resolve
@@ -158,15 +159,13 @@ class InProcess:
 
 
 def in_process(params: RewardsParams, reward: Path | None) -> list[Scorer]:
-    """In place of rl's build_scorers."""
+    """In place of rl_setting's build_scorers."""
     return [InProcess(scorer, params.error_limit) for scorer in params.scorers]
 
 
-def open_run(
-    folder: Path, model: Path, params: dict[str, Any], seed: int, extra: dict[str, Any]
-) -> rl.Setting:
+def open_run(folder: Path, model: Path, params: dict[str, Any], seed: int, extra: dict[str, Any]) -> Setting:
     """A run in an empty folder, set up by the program itself."""
-    setattr(rl, "build_scorers", in_process)  # noqa: B010  mypy: rl does not export what it imports
+    setattr(rl_setting, "build_scorers", in_process)  # noqa: B010  mypy: it does not export what it imports
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = folder / "prompts.jsonl"
@@ -176,7 +175,7 @@ def open_run(
         "inputs": {"model": str(model), "prompts": str(rows)},
     }  # fmt: skip
     seed_everything(seed)
-    return rl.set_up(RunDir(folder, 0, config))
+    return rl_setting.set_up(RunDir(folder, 0, config))
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

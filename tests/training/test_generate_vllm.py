@@ -20,7 +20,7 @@ from tests.training import fake_vllm
 from tests.training.fake_vllm import Api
 from tests.training.test_models import shaken
 from tests.training.tiny import prompt, save_policy, workdir
-from training import generate_vllm, rl
+from training import generate_vllm, rl, rl_setting
 from training.batches import Tree, collate
 from training.config_optimize import GeneratorParams, OptimizeParams
 from training.engine import Engine
@@ -450,7 +450,7 @@ def test_a_run_asks_for_the_server_before_it_loads_anything(
 ) -> None:
     url, api = served
     api.version = "0.19.0"
-    monkeypatch.setattr(rl, "load_policy", lambda *arguments: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(rl_setting, "load_policy", lambda *arguments: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigurationError, match=r"vLLM 0\.19\.0"):
         rl.main(run_of(folder, url, tmp_path / "run", steps=1))
 

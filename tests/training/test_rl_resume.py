@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from data.errors import Stopped
 from data.records import Prompt, to_line
 from tests.training.tiny import prompt, run_program, save_policy, workdir
-from training import rl
+from training import rl, rl_setting
 from training.config_optimize import OptimizeParams
 from training.engine import connect
+from training.rl_setting import Setting
 from training.rundir import RunDir, seed_everything
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def prepare(folder: Path, **changes: Any) -> Path:
 
 def run(path: Path, stop_at: int | None = None) -> dict[str, Any]:
     """The program, with its scorers' processes ended whatever happens; `stop_at`: it ends after that step."""
-    made: list[rl.Setting] = []
+    made: list[Setting] = []
 
     def main(opened: RunDir) -> None:
         set_up = rl.set_up
@@ -116,7 +117,7 @@ def test_what_fails_in_a_look_costs_no_checkpoint_and_is_made_up_for(
     run(whole)
     asked, original = [], rl.held_out_reward
 
-    def dies(setting: rl.Setting) -> float | None:
+    def dies(setting: Setting) -> float | None:
         asked.append(setting)
         if len(asked) == 2:
             raise OSError("the machine is gone")
@@ -172,7 +173,7 @@ def test_the_held_out_reward_is_never_normalised(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(config))
         connect()
         seed_everything(0)
-        setting = rl.set_up(RunDir.open(path, 0))
+        setting = rl_setting.set_up(RunDir.open(path, 0))
         found.append(rl.held_out_reward(setting))
         for scorer in setting.scoring.scorers:
             scorer.close()

@@ -13,8 +13,10 @@ import torch
 from data.errors import InfrastructureError
 from data.records import Prompt, to_line
 from tests.training.tiny import prompt, save_policy
-from training import rl
+from training import rl, rl_setting
 from training.engine import connect
+from training.rl_setting import Setting
+from training.rl_watch import answer_guards
 from training.rundir import RunDir, seed_everything
 
 STEPS = 3
@@ -25,9 +27,9 @@ OTHERS = ("kl", "length", "length_corr", "repetition", "entropy", "clipped", "ze
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Any]:
-    made: list[rl.Setting] = []
+    made: list[Setting] = []
 
-    def open_run(algorithm: str = "rloo", fails: bool = False, **changes: Any) -> rl.Setting:
+    def open_run(algorithm: str = "rloo", fails: bool = False, **changes: Any) -> Setting:
         rows = [
             Prompt(prompt=prompt(f"say {n}"), id=str(n), group=str(n), extra={"fails": fails})
             for n in range(6)
@@ -47,7 +49,7 @@ def opened(tmp_path: Path) -> Iterator[Any]:
                   "params": params, "inputs": inputs}  # fmt: skip
         connect()
         seed_everything(0)
-        made.append(rl.set_up(RunDir(tmp_path, 0, config)))
+        made.append(rl_setting.set_up(RunDir(tmp_path, 0, config)))
         return made[-1]
 
     yield open_run
@@ -56,7 +58,7 @@ def opened(tmp_path: Path) -> Iterator[Any]:
             scorer.close()
 
 
-def journal(setting: rl.Setting) -> list[dict[str, Any]]:
+def journal(setting: Setting) -> list[dict[str, Any]]:
     lines = (setting.run.path / "journal.jsonl").read_text(encoding="utf-8").splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == "guard"]
 
@@ -157,7 +159,7 @@ def test_each_rollback_lowers_the_rate_further(opened: Any) -> None:
     for _ in range(2):
         state["history"].append({**state["history"][-1], "loss": float("nan")})
         state["answered"].clear()
-        rl.answer_guards(setting, state, 2)
+        answer_guards(setting, state, 2)
         scales.append(setting.engine.lr_scale)
     assert scales == [0.5, 0.25]
 
