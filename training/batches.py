@@ -17,8 +17,9 @@ from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from training.models import dropouts, has_experts
 from training.tree_attention import NAME, Layout
 
 
@@ -180,23 +181,18 @@ def cannot_share(model: Any) -> str | None:
     attention = getattr(config, "_attn_implementation", None)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     forward = inspect.signature(getattr(inner, "base_model", inner).forward).parameters
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
     reasons = {
         "it takes no position_ids": "position_ids" not in forward,
         f"attention {attention} takes no 4-D mask": attention not in ("sdpa", "eager", NAME),
         f"layers of type {sorted(layers - {'full_attention'})}": bool(layers - {"full_attention"}),
         "sliding window": bool(getattr(config, "sliding_window", None))
         and getattr(config, "use_sliding_window", True),
+        "local attention": "local" in (getattr(config, "attention_layers", None) or ()),
+        "positions are distances (alibi)": getattr(config, "alibi", None) is True,
         "recurrent state": any(
             hasattr(config, name) for name in ("state_size", "mamba_d_state", "ssm_cfg", "rwkv")
         ),
-        "mixture of experts: its auxiliary loss counts tokens": any(
-            getattr(config, name, None) for name in experts
-        ),
-        "dropout above 0": any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
-        or any(
-            getattr(config, name, 0)
-            for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-        ),
+        "mixture of experts: its auxiliary loss counts tokens": has_experts(config),
+        "dropout above 0": bool(dropouts(model)),
     }
     return next((reason for reason, found in reasons.items() if found), None)

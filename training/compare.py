@@ -32,7 +32,7 @@ from training.chat import decode_answer, encode_prompt, load_tokenizer, prefligh
 from training.config import EvaluateParams
 from training.engine import connect
 from training.generate import BuiltinGenerator
-from training.logprobs import answer_logprobs
+from training.logprobs import answer_logprobs, require_head
 from training.models import autocast, device, digest, load_causal, resolve
 from training.rundir import RunDir, program, write_json
 from training.score import ScoreModel
@@ -45,7 +45,9 @@ CHUNK = 64
 def load(folder: Path, params: EvaluateParams) -> Any:
     """A model that only reads."""
     dtype = torch.bfloat16 if resolve(params.precision) == "bf16" else torch.float32
-    return load_causal(folder, dtype).to(device()).requires_grad_(False).eval()
+    model: Any = load_causal(folder, dtype).to(device()).requires_grad_(False).eval()
+    require_head(model, folder)
+    return model
 
 
 def answers(

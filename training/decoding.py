@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from training.batches import cannot_share, fill
 from training.logprobs import Head
 
+CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+"""What models call the argument for their cache."""
 MIN_PREFIX = 8
 """Tokens that prompts must open with alike before these are computed apart."""
 PREFILL_TOKENS = 768
@@ -75,7 +77,7 @@ class DecodingState:
         self._backbone, self._head, self._pad = backbone, head, pad_id
         self._device = next(backbone.parameters()).device
         names = inspect.signature(backbone.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._cache_name = next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
         self._takes_positions = "position_ids" in names
         self._plain = cannot_share(backbone) is not None
         """Recurrent layers, sliding windows and the like: transformers' own cache and masks."""
@@ -178,7 +180,7 @@ class DecodingState:
         """Goes on with these rows, in this order."""
         for layer in self._cache.layers:
             if self._plain:
-                layer.batch_select_indices(order)
+                layer.reorder_cache(order)
             else:
                 layer.keep(order)
         self._mask, self._next = self._mask[order], self._next[order]

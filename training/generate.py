@@ -24,11 +24,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from data.errors import DivergenceError
+from training.batches import cannot_share
 from training.decoding import DecodingState
-from training.logprobs import backbone_and_head
+from training.logprobs import Head, backbone_and_head
 from training.models import is_lora
 from training.packed import Packed
 from training.trunk import Trunk, gather_states
+from training.uncached import Recomputed, why_not
 
 MAX_ROWS = 128
 """Answers decoded together; wider no longer pays on a CPU, and the cache grows with it."""
@@ -95,6 +97,8 @@ class BuiltinGenerator:
         self._max_rows = max_rows
         self.trunk = trunk
         self._packed = Packed()
+        self._uncached: str | None = None
+        """Why the model decodes without a cache, empty where it has one; None: not tried yet."""
 
     def update(self, version: int) -> dict[str, float]:
         """Nothing to do: these are the trained weights."""
@@ -186,7 +190,7 @@ class BuiltinGenerator:
         """Ids and log-probabilities [max_new_tokens, N], lengths [N], which answers each step went on with,
         and the prompts' states."""
         backbone, head = backbone_and_head(self._model)
-        state = DecodingState(backbone, head, self._pad)
+        state = self._state(backbone, head)
         logits, known = state.prefill(prompts, group, max_new_tokens, seen)
         device = logits.device
         stops = self._stops.to(device)
@@ -214,6 +218,20 @@ class BuiltinGenerator:
             went.append(active)
             logits = state.step(token)
         return ids, logps, length, went, known
+
+    def _state(self, backbone: nn.Module, head: Head) -> DecodingState | Recomputed:
+        """A cache, where it gives the trainer's numbers."""
+        if cannot_share(backbone) is None:
+            return DecodingState(backbone, head, self._pad)
+        if self._uncached is None:
+            self._uncached = why_not(DecodingState, backbone, head, self._pad)
+            if self._uncached:
+                print(
+                    f"this model's cache can't be used, {self._uncached}; each token of an answer computes "
+                    "the whole sequence anew",
+                    flush=True,
+                )
+        return (Recomputed if self._uncached else DecodingState)(backbone, head, self._pad)
 
 
 def choose(

@@ -4,7 +4,8 @@ Everything starts from `log_ratio`, which is masked before anything is exponenti
 position would give a finite loss and a NaN gradient.
 
 Deviations from the papers
-- `ratio` and `k3` bound the log ratio at +-LOG_RATIO_BOUND: beyond it the gradient is 0, not NaN.
+- `ratio` bounds the log ratio at +-LOG_RATIO_BOUND, `k3` at the side where it is exponentiated: beyond it the
+  gradient is 0, not NaN. Where the policy leaves the reference, k3 goes on growing and so pulling it back.
 - KL in the loss carries no importance ratio: it is exact on policy only (the first update of a rollout).
 """
 
@@ -56,7 +57,7 @@ def k2(log_ratios: Float[Tensor, "N R"]) -> Float[Tensor, "N R"]:
 
 def k3(log_ratios: Float[Tensor, "N R"]) -> Float[Tensor, "N R"]:
     """(r - 1) - log r, r = pi_ref/pi [joschu.net/blog/kl-approx]. Never negative; biased as a loss."""
-    bounded = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    bounded = log_ratios.clamp(min=-LOG_RATIO_BOUND)
     return torch.expm1(-bounded) + bounded  # expm1: exp(x) - 1 would round to negative values near 0
 
 
@@ -85,7 +86,7 @@ def kl_in_token_reward(
     score: Float[Tensor, " N"], kl: Float[Tensor, "N R"], mask: Bool[Tensor, "N R"], *, beta: float
 ) -> Float[Tensor, "N R"]:
     """r_t = -beta * kl_t + [t = last] * score: rewards of PPO, REINFORCE++ [1707.06347, 2501.03262]."""
-    return torch.where(mask, -beta * kl.detach(), 0.0) + last_token(mask) * score[:, None]
+    return torch.where(mask, -beta * kl.detach(), 0.0) + torch.where(last_token(mask), score[:, None], 0.0)
 
 
 def adaptive_beta(

@@ -194,8 +194,11 @@ class Learner:
         weight: Float[Tensor, " P"],
         beta: float,
     ) -> tuple[StepInfo, dict[str, float]]:
-        """One DPO step on pairs that were just sampled, best answer first; a weight of 0 takes one out."""
+        """One DPO step on pairs that were just sampled, best answer first; a weight of 0 takes one out.
+        Without any nothing moves, not even by momentum."""
         (count,) = self.engine.sum([float(weight.sum())])
+        if not count:
+            return self.engine.skip(), {"loss": 0.0, "pair_accuracy": 0.0, "pairs": 0.0}
         total = right = moved = compared = 0.0
         micros = list(self.micros(Rolled(pairs)))
         for number, micro in enumerate(micros, 1):
@@ -203,14 +206,14 @@ class Learner:
                 logp, *_ = self.engine.module(micro.batch, temperature=self.params.temperature)
                 mine = weight[micro.rows[::2] // 2].to(logp.device) * micro.weight
                 found = losses.PREFERENCE_LOSSES[self.params.algorithm](
-                    logp, micro.take(ref_logp), micro.batch.mask, mine, beta=beta, count=max(count, 1.0)
+                    logp, micro.take(ref_logp), micro.batch.mask, mine, beta=beta, count=count
                 )
             self.engine.backward(found.loss, last=number == len(micros))
             total += float(found.loss.detach())
             gap, seen = rollout_gap(logp, micro.take(rollout_logp), micro.batch.mask)
             moved, compared = moved + gap * micro.weight, compared + seen * micro.weight
             right += float(((found.chosen_reward > found.rejected_reward) * mine).sum())
-        loss, accuracy, *gaps = self.engine.sum([total, right / max(count, 1.0), moved, compared])
+        loss, accuracy, *gaps = self.engine.sum([total, right / count, moved, compared])
         values = {"loss": loss, "pair_accuracy": accuracy, "pairs": count, "rollout_gap": gaps[0] / gaps[1]}
         give_back()
         return self.engine.step(), values

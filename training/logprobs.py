@@ -13,6 +13,8 @@ d logp / d h = (W[target] - sum_v p_v W[v]) / T is known in the forward pass and
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from data.errors import ConfigurationError
 from training import tree_attention
 from training.batches import Batch
 
 CHUNK = 128
+HEAD_BOUND = 2e-2
+"""Share of the logits' size by which a head may be off: the rounding of bfloat16."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What Gemma, RecurrentGemma and xLSTM call the bound of a soft cap on logits."""
 
 
 class Head:
@@ -66,32 +73,68 @@ def backbone_and_head(model: Any) -> tuple[nn.Module, Head]:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     linear = inner.get_output_embeddings()
     config = inner.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return inner.base_model, Head(linear, scale, cap)
+    cap = next((value for name in _CAPS if (value := getattr(config, name, None))), None)
+    scales = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    scale = math.prod(scales) / (getattr(config, "logits_scaling", None) or 1.0)
+    # Llama 4 has another name for its trunk than the one by which `base_model` looks for it.
+    backbone = inner.base_model if inner.base_model is not inner else inner.model
+    return backbone, Head(linear, scale, cap)
+
+
+@torch.no_grad()
+def head_gap(model: Any) -> float:
+    """How far the logits of `backbone_and_head` are from the model's own, as a share of their size.
+
+    More than rounding where a model does something to its logits that is not known here: every
+    log-probability would be another distribution's. Not asked of weights in parts (ZeRO-3).
+    """
+    training = model.training
+    model.eval()
+    backbone, head = backbone_and_head(model)
+    where = next(backbone.parameters()).device
+    ids = torch.arange(3, 11, device=where)[None] % model.config.get_text_config().vocab_size
+    own = model(input_ids=ids, use_cache=False).logits.float()
+    known = head(backbone(input_ids=ids, use_cache=False).last_hidden_state).float()
+    model.train(training)
+    return float((known - own).abs().max() / own.abs().max().clamp(min=1e-6))
+
+
+def require_head(model: Any, path: Path | str) -> None:
+    """ConfigurationError where a model's logits are not those that training reads from its hidden states."""
+    gap = head_gap(model)
+    if gap > HEAD_BOUND:
+        raise ConfigurationError(
+            f"{path}: {type(model).__name__} does something to its logits that is not known here (they are "
+            f"{gap:.2g} of their size off, bound {HEAD_BOUND:g}), so no log-probability would be its own; "
+            "take another model, or teach training/logprobs.py its head"
+        )
 
 
 def hidden_states(backbone: Any, batch: Batch) -> Float[Tensor, "BT H"]:
     """Last hidden states of all positions, flattened so that `source` and `last` index them."""
     attention: Tensor | None = None
-    row, rest = None, {}
     if batch.layout is not None and tree_attention.prepare(backbone):
-        # Any 4-D mask is taken as it is: nothing is made of the positions, which start anew with each tree.
-        attention = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         row = tree_attention.Row(batch.layout)
-        rest = {"trees": row}
-    elif batch.layout is not None:
+        # Any 4-D mask is taken as it is: nothing is made of the positions, which start anew with each tree.
+        hidden = _states(backbone, batch, batch.padding[None, None], trees=row)
+        if row.layers:
+            return hidden
+        tree_attention.give_up(backbone)  # It hands nothing on to its attention (StableLM, Nemotron).
+    if batch.layout is not None:
         # Eager attention adds its mask to the scores; a bool would add 1 where it should be 0.
         dtype = next(backbone.parameters()).dtype
         allowed = tree_attention.whole_mask(batch.layout).to(batch.input_ids.device)
         attention = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
             ~allowed, torch.finfo(dtype).min
         )
+    return _states(backbone, batch, attention)
+
+
+def _states(backbone: Any, batch: Batch, attention: Tensor | None, **rest: Any) -> Float[Tensor, "BT H"]:
     out = backbone(
         input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=attention,
         use_cache=False, **rest,
     )  # fmt: skip
-    assert row is None or row.layers, "the model does not hand the layout on to its attention"
     hidden: Tensor = out.last_hidden_state
     return hidden.flatten(0, 1)
 

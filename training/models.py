@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from data.errors import ConfigurationError, DivergenceError, InfrastructureError
@@ -120,17 +121,45 @@ def load_causal(path: Path | str, dtype: torch.dtype, **extra: Any) -> PreTraine
     return loaded
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a (text) configuration is that of a mixture of experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+    return any(getattr(config, name, None) for name in names)
+
+
+def dropouts(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Where a model drops anything while it is trained: name of a module, the module, its attribute."""
+    return [
+        (name, part, key)
+        for name, part in model.named_modules()
+        for key in (("p",) if isinstance(part, nn.Dropout) else vars(part))
+        if key == "p" or "dropout" in key or key == "layerdrop"
+        if isinstance(getattr(part, key), float) and getattr(part, key) > 0
+    ]
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Switches off a model's own dropout, not that of adapters. A ratio or a KL compares two policies: with
+    dropout the first ratio would not be 1."""
+    for name, part, key in dropouts(model):
+        if "lora_" not in name:
+            setattr(part, key, 0.0)
+
+
 def load_policy(
-    path: Path | str, precision: Precision, lora: LoraParams | None, gradient_checkpointing: bool = False
-) -> Any:
+    path: Path | str, precision: Precision, lora: LoraParams | None, gradient_checkpointing: bool = False,
+    dropout: bool = True,
+) -> Any:  # fmt: skip
     """A causal LM ready to be trained, on this rank's device: all of it in float32, or adapters on a frozen
-    base."""
+    base. `dropout` False: without the model's own, where policies are compared."""
     frozen = torch.bfloat16 if lora and resolve(precision) == "bf16" else torch.float32
     extra = quantised.settings(lora.quantise, frozen, device()) if lora and lora.quantise else {}
     model: Any = load_causal(path, frozen, **extra)
     if extra:
         model.quantised_from = str(path)
     model.config.use_cache = False
+    if not dropout:
+        without_dropout(model)
     if lora:
         model = add_lora(model, lora)
     if gradient_checkpointing:
@@ -151,10 +180,26 @@ def add_lora(model: PreTrainedModel, lora: LoraParams) -> Any:
     depth = int(model.config.get_text_config().num_hidden_layers)
     if lora.layers and lora.layers < depth:
         target = _adapted(model, lora, depth - lora.layers)
+    elif lora.target == "all-linear" and has_experts(model.config.get_text_config()):
+        # PEFT would take Mixtral's experts and router too, which are no layers and can't be merged.
+        target = _adapted(model, lora, 0)
     config = LoraConfig(
         task_type=kind, r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=target
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=True)
+    remedy = "set lora.target: attention, or lora: null"
+    try:
+        made = get_peft_model(model, config, autocast_adapter_dtype=True)
+    except ValueError as error:  # such as Mamba's, whose projections are not called as layers
+        raise ConfigurationError(
+            f"lora.target: {lora.target}: {type(model).__name__} can't have these adapters ({error}); "
+            f"{remedy}"
+        ) from error
+    if any(hasattr(part, "lora_A") and hasattr(part, "parameter_name") for part in made.modules()):
+        raise ConfigurationError(
+            f"lora.target: {lora.target}: PEFT puts adapters on {type(model).__name__}'s experts, which are "
+            f"no layers and can't be merged; {remedy}"
+        )
+    return made
 
 
 def _adapted(model: PreTrainedModel, lora: LoraParams, first: int) -> list[str]:
@@ -163,9 +208,8 @@ def _adapted(model: PreTrainedModel, lora: LoraParams, first: int) -> list[str]:
     for name, module in model.named_modules():
         layer = re.search(r"\.(\d+)\.", name)
         wanted = lora.target == "all-linear" or re.fullmatch(ATTENTION, name)
-        weight = getattr(module, "weight", None)
-        matrix = weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
-        if layer and int(layer.group(1)) >= first and wanted and matrix:
+        layered = isinstance(module, nn.Linear | Conv1D) and not name.endswith("router")  # Llama 4's: a tuple
+        if layer and int(layer.group(1)) >= first and wanted and layered:
             found.append(name)
     return sorted(found)
 

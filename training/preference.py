@@ -32,7 +32,7 @@ from training.chat import load_tokenizer, template_hash
 from training.checkpoint import Checkpoints
 from training.config_optimize import ON_PAIRS, OptimizeParams
 from training.engine import Engine, connect
-from training.logprobs import AnswerLogprobs
+from training.logprobs import AnswerLogprobs, require_head
 from training.losses import PREFERENCE_LOSSES, PreferenceLoss, needs
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
 from training.pairs import Item, mismatched, read
@@ -234,7 +234,10 @@ def main(run: RunDir) -> None:
     items, test, dropped = read(run, tok, params)
     positions.require_at(source, params, run.config["stage"])
     connect()
-    model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
+    model = load_policy(
+        source, params.precision, params.lora, params.engine.gradient_checkpointing, dropout=False
+    )
+    require_head(model, source)
     total = min(params.steps, params.preference.epochs * steps_per_epoch(len(items), params.prompts))
     engine = Engine(
         AnswerLogprobs(model), params.engine, lr=params.lr, total_steps=total, warmup=params.warmup,
@@ -259,7 +262,7 @@ def main(run: RunDir) -> None:
     for step in range(first, total):
         _step(trainer, checkpoints, state, step, total)
     ends = watch.ends(state["losses"])
-    after = held_out(params, test, forward.logps([item.tree for item in test]), test_ref)
+    after = held_out(params, test, trainer.forward.logps([item.tree for item in test]), test_ref)
     folder = run.path / "model"
     weights = engine.full_state(model)
     if engine.first:

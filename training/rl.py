@@ -24,7 +24,7 @@ import torch
 
 from data.errors import Stopped
 from data.records import Prompt
-from training import advantages, kl, preflight
+from training import advantages, guards, kl, preflight
 from training.batches import Tree, epoch_order
 from training.chat import encode_prompt, template_hash
 from training.config_optimize import OptimizeParams
@@ -87,8 +87,10 @@ def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Expe
     quota = len(range(engine.rank, params.prompts, engine.world))
     kept: list[Experience] = []
     dropped: list[Experience] = []
+    errors = calls = 0
     for _ in range(params.rounds):
         part = fixed_sampling(setting, state, step)
+        errors, calls = errors + part.scored.errors, calls + part.scored.calls
         constant = advantages.constant_groups(
             part.grouped(part.scored.reward), part.grouped(part.scored.known)
         )
@@ -99,7 +101,9 @@ def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Expe
         # All ranks go on together: under ZeRO-3 generation is a collective.
         if engine.sum([float(max(missing - len(alive), 0))])[0] == 0:
             break
-    return join(kept) if kept else join(dropped)
+    made = join(kept or dropped)
+    # A group whose scorers fail is dropped like one without any difference; its failures are not.
+    return replace(made, scored=made.scored._replace(errors=errors, calls=calls))
 
 
 SAMPLING = {"dapo": dynamic_sampling}
@@ -291,9 +295,12 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
     trees = [Tree(row.id, encode_prompt(setting.tok, row.prompt), []) for row in setting.prompts[:2]]
     measured = preflight.policy(setting.learner, setting.generator, trees, run.seed, fresh=resumed is None)
     bound = preflight.SHARED_BOUND[resolve(params.precision)]
-    if measured.get("shared", 0.0) > bound:
+    # A run that goes on keeps the layout that it has: by now other weights are measured.
+    layout = {name: measured.get(name, 0.0) <= bound for name in ("shared", "trunk")}
+    layout = layout if resumed is None else resumed[1]["layout"]
+    if not layout["shared"]:
         setting.learner.shared = False
-    if measured.get("trunk", 0.0) > bound:
+    if not layout["trunk"]:
         setting.learner.trunk = None
         if isinstance(setting.generator, BuiltinGenerator):
             setting.generator.trunk = None
@@ -314,6 +321,7 @@ def begin(setting: Setting) -> tuple[int, dict[str, Any]]:
     state = {
         "drawn": 0, "beta": params.beta, "history": [], "answered": {}, "seen": [], "rollbacks": 0,
         "generator": generated, "canary": reference_logp(setting), "held_out": {0: before},
+        "layout": layout,
     }  # fmt: skip
     setting.checkpoints.save(0, state, score=before)
     return 0, state

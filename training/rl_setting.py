@@ -19,7 +19,7 @@ from training.engine import Engine, connect
 from training.experience import Scoring, build_scorers
 from training.generate import BuiltinGenerator, Generator
 from training.learner import Learner
-from training.logprobs import AnswerLogprobs
+from training.logprobs import AnswerLogprobs, require_head
 from training.models import (
     autocast,
     load_policy,
@@ -90,7 +90,10 @@ def set_up(run: RunDir) -> Setting:
     preflight.lengths(source, params)
     preflight.tokens(tok, prompts)
     connect()
-    model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
+    model = load_policy(
+        source, params.precision, params.lora, params.engine.gradient_checkpointing, dropout=False
+    )
+    require_head(model, source)
     frozen = reference(model, run.path)
     module = ActorCritic(model) if params.algorithm == "ppo" else AnswerLogprobs(model)
     total = params.steps * params.ppo.updates * params.ppo.minibatches

@@ -26,7 +26,7 @@ from training.checkpoint import Checkpoints
 from training.config import SftParams
 from training.engine import Engine, connect
 from training.generate import BuiltinGenerator
-from training.logprobs import AnswerLogprobs
+from training.logprobs import AnswerLogprobs, require_head
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
 from training.reference import Forward, choose_layout
 from training.rundir import RunDir, program
@@ -99,6 +99,7 @@ def main(run: RunDir) -> None:
     positions.require_at(source, params, run.config["stage"])
     connect()
     model = load_policy(source, params.precision, params.lora, params.engine.gradient_checkpointing)
+    require_head(model, source)
     total = params.epochs * steps_per_epoch(len(trees), params.batch)
     total = min(total, params.max_steps or total)
     engine = Engine(

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "trees"
+_DEAF = "_trees_not_heard"
 Layout = tuple[tuple[int, ...], ...]
 """Of each tree the tokens of its prompt, then those of each of its answers."""
 
@@ -48,11 +49,18 @@ def prepare(backbone: Any) -> bool:
 
     Nothing else about the model changes, and nothing of it is saved.
     """
-    if backbone.config._attn_implementation == "sdpa":
+    if backbone.config._attn_implementation == "sdpa" and not getattr(backbone, _DEAF, False):
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
         backbone.set_attn_implementation(NAME)
     return bool(backbone.config._attn_implementation == NAME)
+
+
+def give_up(backbone: Any) -> None:
+    """Goes back to sdpa for good, in a model whose attention was never handed the layout: its trees are told
+    apart by a whole mask."""
+    setattr(backbone, _DEAF, True)
+    backbone.set_attn_implementation("sdpa")
 
 
 def attend(

@@ -57,6 +57,15 @@ def test_k3_is_never_negative_in_float32() -> None:
     assert kl.k3(log_ratios).min().item() == 0.0
 
 
+def test_k3_pulls_a_policy_back_however_far_it_has_left() -> None:
+    # e^-x - 1 + x, derivative 1 - e^-x; at x = -80 e^80 would be infinite in float32: bounded, no gradient
+    log_ratios = torch.tensor([[80.0, 25.0, -80.0]], requires_grad=True)
+    found = kl.k3(log_ratios)
+    assert found[0, :2].tolist() == [79.0, 24.0] and bool(found.isfinite().all())
+    found.sum().backward()
+    assert log_ratios.grad is not None and log_ratios.grad.tolist() == [[1.0, 1.0, 0.0]]
+
+
 def test_masked_positions_have_no_say() -> None:
     logp = torch.tensor([[-1.0, math.inf, math.nan, 900.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, False, False, False]])
@@ -82,7 +91,7 @@ def test_ratios_are_bounded_far_outside_any_clip_range() -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
     torch.testing.assert_close(
         kl.k3(log_ratios).detach(),
-        torch.tensor([[math.exp(-x) - 1 + x for x in (-20, -19, 0, 19, 20)]], dtype=torch.float64),
+        torch.tensor([[math.exp(-x) - 1 + x for x in (-20, -19, 0, 19, 200)]], dtype=torch.float64),
     )
     (gradient,) = torch.autograd.grad(found.sum(), log_ratios)
     assert gradient[0, 0].item() == 0.0 and gradient[0, 4].item() == 0.0 and gradient[0, 2].item() == 1.0
@@ -120,6 +129,14 @@ def test_token_rewards_by_hand() -> None:
         found, torch.tensor([[-0.01, 1.02, 0.0], [-0.03, 0.0, -1.99]], dtype=torch.float64)
     )
     assert not found.requires_grad
+
+
+def test_a_score_that_is_no_number_stays_at_its_own_last_token() -> None:
+    score, mask = torch.tensor([math.nan, 1.0]), torch.tensor([[False, False], [False, True]])
+    assert kl.kl_in_token_reward(score, torch.zeros(2, 2), mask, beta=0.1).tolist() == [
+        [0.0, 0.0],
+        [0.0, 1.0],
+    ]
 
 
 @PROPERTY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from data.records import Prompt, to_line
 from tests.training.tiny import prompt, save_policy
 from training import rl, rl_setting
 from training.engine import connect
+from training.experience import Scoring
 from training.rl_setting import Setting
 from training.rl_watch import answer_guards
 from training.rundir import RunDir, seed_everything
@@ -229,3 +231,56 @@ def test_the_warm_up_of_the_value_moves_the_value_head_only(opened: Any, backend
         assert rl.step_once(setting, state, step) is None
         assert all(map(torch.equal, trunk, policy.parameters())) is (step <= 2), step
         assert not torch.equal(value, head.weight)
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_a_run_that_goes_on_keeps_the_layout_that_it_began_with(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, first: float
+) -> None:
+    """What other weights give in the preflight of a restart is no reason to compute otherwise."""
+    policy = rl.preflight.policy
+    gaps = [first, 1.0 - first]
+    monkeypatch.setattr(rl.preflight, "policy", lambda *a, **k: {**policy(*a, **k), "shared": gaps.pop(0)})
+    setting = opened()
+    _, state = rl.begin(setting)
+    rl.step_once(setting, state, 1)
+    began = setting.learner.shared
+    assert began == (first == 0.0)
+    setting.learner.shared = True
+    assert rl.begin(setting)[0] == 1 and setting.learner.shared == began and not gaps
+
+
+def test_failures_in_dropped_groups_are_counted(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DAPO draws again for what taught nothing: nothing was scored there, and nobody would be told."""
+    setting = opened("dapo", rounds=3)
+    _, state = rl.begin(setting)
+    fixed, rounds = rl.fixed_sampling, []
+
+    def failing(*given: Any) -> Any:
+        part = fixed(*given)
+        rounds.append(part)
+        count = len(part.answers)
+        known = torch.full((count,), len(rounds) == 1)
+        known[part.group :] = False
+        reward = torch.where(known, torch.arange(count).float(), 0.0)
+        return replace(
+            part, scored=part.scored._replace(known=known, reward=reward, errors=int((~known).sum()))
+        )
+
+    monkeypatch.setattr(rl, "fixed_sampling", failing)
+    made = rl.dynamic_sampling(setting, state, 1)
+    assert len(made.trees) == 1 and len(rounds) == 3
+    assert made.scored.errors == 4 + 8 + 8 and made.scored.calls == 24
+
+
+def test_pairs_without_a_difference_move_nothing(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = opened("online_dpo", steps=4)
+    _, state = rl.begin(setting)
+    assert rl.step_once(setting, state, 1) is None, "momentum is there"
+    before = [weight.clone() for weight in setting.learner.model.parameters()]
+    rewarded = Scoring._adjust
+    monkeypatch.setattr(Scoring, "_adjust", lambda *given: torch.zeros_like(rewarded(*given)))
+    rl.step_once(setting, state, 2)
+    assert state["history"][-1]["pairs"] == 0.0 and state["history"][-1]["loss"] == 0.0
+    after = list(setting.learner.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
