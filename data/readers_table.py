@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from pydantic import JsonValue
 
@@ -17,6 +17,9 @@ from data.config import HubParams
 from data.errors import DataError, InfrastructureError
 from data.hub import reachable
 from data.readers_json import BOM, RawRow, bounded_lines, oversize
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 _TYPED_COLUMNS = ("votes", "weight", "disputed")
 _BATCH = 64
@@ -33,7 +36,10 @@ def read_csv(stream: BinaryIO, limit: int) -> Iterator[RawRow]:
         raise DataError(f"the header can not be read: {head.message}")
     separator = _separator(head)
     csv.field_size_limit(limit)
-    names = [name.strip() for name in _cells(head, separator)]
+    try:
+        names = _named([name.strip() for name in _cells(head, separator)])
+    except csv.Error as error:
+        raise DataError(f"the header can not be read: {error}") from error
     for line, text in rows:
         if isinstance(text, Fault):
             yield RawRow(line, text)
@@ -48,6 +54,17 @@ def read_csv(stream: BinaryIO, limit: int) -> Iterator[RawRow]:
             yield RawRow(line, Fault("bad_row", "row", message, text))
             continue
         yield RawRow(line, {name: _cell(name, cell) for name, cell in zip(names, cells, strict=True)})
+
+
+def _named(names: list[str]) -> list[str]:
+    """The columns' names, `column N` for one without; DataError where two have the same."""
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(
+            f"{names.count(twice)} columns have the name {twice!r}, and only one of them could be read; "
+            "rename or remove the others"
+        )
+    return [name or f"column {at}" for at, name in enumerate(names, 1)]
 
 
 def _separator(head: str) -> str:
@@ -106,7 +123,11 @@ def _table_rows(stream: BinaryIO, limit: int) -> Iterator[tuple[int, str | Fault
 
 
 def _cells(text: str, separator: str) -> list[str]:
-    return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator))
+    """The cells of one row; csv.Error where a bare carriage return ends it and another begins."""
+    rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=separator))
+    if len(rows) > 1:
+        raise csv.Error("a line ends in a carriage return alone; save the file with LF or CRLF line ends")
+    return rows[0] if rows else []
 
 
 def _cell(name: str, cell: str) -> JsonValue:
@@ -130,8 +151,9 @@ def read_parquet(path: Path, limit: int) -> Iterator[RawRow]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
+            _named(table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=_BATCH):
-                for row in batch.to_pylist():
+                for row in _rows_of(batch):
                     number += 1
                     yield _plain(number, row, limit)
     except (pyarrow.ArrowException, OSError) as error:
@@ -175,10 +197,37 @@ def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:
         yield _plain(number, row, limit)
 
 
-def _plain(number: int, row: Mapping[str, object], limit: int) -> RawRow:
+def _rows_of(batch: RecordBatch) -> Iterator[Mapping[str, object] | Fault]:
+    """The rows of a batch; a row whose text is not UTF-8 is a Fault, and takes no other with it."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for at in range(batch.num_rows):
+            try:
+                yield from batch.slice(at, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield _not_utf8(error)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> Fault:
+    return Fault("encoding", "row", f"byte {error.start} of a cell is not UTF-8; write the text as UTF-8")
+
+
+def _plain(number: int, row: Mapping[str, object] | Fault, limit: int) -> RawRow:
     """A row of typed columns as JSON: times and decimals become text, a NaN (how tables write a gap) null."""
-    text = json.dumps(row, default=str)
-    if len(text) > limit:
-        return RawRow(number, oversize(len(text), limit))
+    if isinstance(row, Fault):
+        return RawRow(number, row)
+    try:
+        text = json.dumps(row, default=_as_json, ensure_ascii=False)
+    except UnicodeDecodeError as error:
+        return RawRow(number, _not_utf8(error))
+    size = len(text.encode("utf-8"))
+    if size > limit:
+        return RawRow(number, oversize(size, limit))
     value: dict[str, JsonValue] = json.loads(text, parse_constant=lambda name: None)
     return RawRow(number, value)
+
+
+def _as_json(cell: object) -> str:
+    """Bytes are text in a column that was written without saying so; the rest as Python writes it."""
+    return cell.decode("utf-8") if isinstance(cell, bytes) else str(cell)

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -66,6 +67,28 @@ def test_csv_with_an_open_quote_is_refused() -> None:
     assert _rows(b'a,b\n1,2\n"3,4\n5,6\n') == [(2, {"a": "1", "b": "2"}), (3, "bad_row")]
 
 
+def test_csv_lines_that_end_in_a_carriage_return_alone_are_not_lost() -> None:
+    mixed = b"a,b\n1,2\n3,4\r5,6\n" + b'"7\r8",9\n'
+    assert _rows(mixed) == [(2, {"a": "1", "b": "2"}), (3, "bad_row"), (4, {"a": "7\r8", "b": "9"})]
+    with pytest.raises(DataError, match="header can not be read: a line ends in a carriage return alone"):
+        _rows(b"a,b\r1,2\r3,4\r")
+
+
+def test_columns_of_one_name_are_refused_and_those_without_get_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 columns have the name 'b', and only one of them could be read"):
+        _rows(b"a,b,b\n1,2,3\n")
+    assert _rows(b",a,\n1,2,3\n") == [(2, {"column 1": "1", "a": "2", "column 3": "3"})]
+    names = ["prompt", "chosen", "chosen", "rejected"]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 4, names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: 2 columns have the name 'chosen'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_csv_file_without_anything_has_no_rows() -> None:
+    assert _rows(b"") == _rows(b"\n\n") == _rows(BOM) == []
+
+
 def test_csv_cells_of_known_columns_are_typed(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     row = pair(votes="[2, 1]", weight="0.5", disputed="True")
@@ -100,6 +123,31 @@ def test_parquet_types_become_json(tmp_path: Path) -> None:
     first, second = records(read(_parquet(tmp_path / "a.parquet", rows)))
     assert first.extra == {"when": "2024-01-02 00:00:00"}
     assert second.extra == {"score": 1.5}
+
+
+def test_bytes_in_a_typed_table_are_text(tmp_path: Path) -> None:
+    rows = [{name: text.encode() for name, text in row.items()} for row in (pair("Qué?"), pair("Or?"))]
+    rows[1]["rejected"] = b"\xff\xfe"
+    items = read(_parquet(tmp_path / "a.parquet", rows))
+    assert [item.prompt[0].content for item in records(items)] == ["Qué?"]
+    assert refusals(items) == [(2, "encoding")]
+
+
+def test_a_parquet_text_that_is_not_utf8_takes_no_other_row_with_it(tmp_path: Path) -> None:
+    ends = np.array([0, 2, 4, 6], np.int32).tobytes()
+    buffers = [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"q1\xff\xfeq3")]
+    prompts = pyarrow.Array.from_buffers(pyarrow.string(), 3, buffers)
+    table = {"prompt": prompts, "chosen": ["a"] * 3, "rejected": ["b"] * 3}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    items = read(tmp_path / "a.parquet")
+    assert [item.prompt[0].content for item in records(items)] == ["q1", "q3"]
+    assert refusals(items) == [(2, "encoding")]
+
+
+def test_the_size_of_a_typed_row_is_that_of_its_text_in_utf8(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", [pair("字" * 100)])
+    assert len(records(read(path, max_row_bytes=500, max_chars=500))) == 1
+    assert refusals(read(path, max_row_bytes=300, max_chars=300)) == [(1, "oversize")]
 
 
 def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
