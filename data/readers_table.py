@@ -1,4 +1,4 @@
-"""CSV and Parquet files and Hugging Face data sets as raw rows."""
+"""CSV, Parquet and Arrow files and Hugging Face data sets as raw rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -19,7 +20,7 @@ from data.hub import reachable
 from data.readers_json import BOM, RawRow, bounded_lines, oversize
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import MemoryMappedFile, RecordBatch
 
 _TYPED_COLUMNS = ("votes", "weight", "disputed")
 _BATCH = 64
@@ -162,25 +163,54 @@ def read_parquet(path: Path, limit: int) -> Iterator[RawRow]:
         ) from error
 
 
+def read_arrow(path: Path, limit: int) -> Iterator[RawRow]:
+    """Rows of an Arrow file (Feather version 2 is one) or of a stored Arrow stream."""
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in _arrow_batches(source):
+                for start in range(0, batch.num_rows, _BATCH):
+                    for row in _rows_of(batch.slice(start, _BATCH)):
+                        number += 1
+                        yield _plain(number, row, limit)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"the Arrow file can not be read beyond row {number} ({error}); fetch or write it again"
+        ) from error
+
+
+def _arrow_batches(source: MemoryMappedFile) -> Iterator[RecordBatch]:
+    from pyarrow import ArrowInvalid, ipc
+
+    try:
+        table = ipc.open_file(source)
+    except ArrowInvalid:
+        source.seek(0)
+        stream = ipc.open_stream(source)
+        _named(stream.schema.names)
+        yield from stream
+        return
+    _named(table.schema.names)
+    for at in range(table.num_record_batches):
+        yield table.get_batch(at)
+
+
 def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:
     """Rows of a data set saved by `save_to_disk` (a folder) or on the hub (an id, streamed)."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import datasets
 
     rows: Iterable[Mapping[str, object]]
+    notice: str | None = None
     if not Path(name).is_dir() and not reachable():
         raise InfrastructureError(
             f"data.files: {name} is no local path and the hub can not be reached; give a local path"
         )
     try:
         if Path(name).is_dir():
-            loaded = datasets.load_from_disk(name)
-            if isinstance(loaded, datasets.DatasetDict):
-                if hub.split not in loaded:
-                    splits = ", ".join(sorted(loaded))
-                    raise DataError(f"{name}: no split {hub.split!r}, only: {splits}; set data.hub.split")
-                loaded = loaded[hub.split]
-            rows = loaded
+            rows, notice = _saved(name, hub.split)
         else:
             rows = datasets.load_dataset(
                 name, hub.config, split=hub.split, revision=hub.revision, streaming=True
@@ -194,7 +224,22 @@ def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:
             raise
         raise DataError(f"data.files: {name} is neither a path nor a readable data set: {error}") from error
     for number, row in enumerate(rows, 1):
-        yield _plain(number, row, limit)
+        yield replace(_plain(number, row, limit), notice=notice if number == 1 else None)
+
+
+def _saved(name: str, split: str) -> tuple[Iterable[Mapping[str, object]], str | None]:
+    """The rows below a folder of `save_to_disk`, and what is left out of it."""
+    import datasets
+
+    loaded = datasets.load_from_disk(name)
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded, None
+    if split not in loaded:
+        splits = ", ".join(sorted(loaded))
+        raise DataError(f"{name}: no split {split!r}, only: {splits}; set data.hub.split")
+    others = ", ".join(sorted(set(loaded) - {split}))
+    left = f"of its splits {split!r} is read (data.hub.split) and not: {others}" if others else None
+    return loaded[split], left
 
 
 def _rows_of(batch: RecordBatch) -> Iterator[Mapping[str, object] | Fault]:
