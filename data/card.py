@@ -95,7 +95,8 @@ def _notices(intake: Intake) -> str:
     lines = []
     for (file, message), seen in sorted(intake.notices.items()):
         shown = ", ".join(map(str, seen.lines)) + (", ..." if seen.rows > len(seen.lines) else "")
-        lines.append(f"- {_cell(file)}: {_cell(message)}, in {seen.rows} rows (lines {shown})")
+        where = f", in {seen.rows} rows (lines {shown})" if any(seen.lines) else ""
+        lines.append(f"- {_cell(file)}: {_cell(message)}{where}")
     return "\n".join(lines)
 
 

@@ -7,19 +7,17 @@ a notice tells of something odd in a row that was kept.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import re
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Literal
 
 from pydantic import JsonValue
 
 from data.checks import Draft, Fault, Record, Refusal, judge_draft
+from data.compressed import ENDINGS, bare, opened
 from data.config import DataParams, Format
 from data.errors import DataError
 from data.folders import files_below
@@ -43,12 +41,12 @@ from data.readers_chat import (
 )
 from data.readers_fields import Fields, turns_of
 from data.readers_json import BOM, RawRow, bounded_lines, parse_object, read_json, read_jsonl
-from data.readers_table import read_csv, read_dataset, read_parquet
+from data.readers_table import read_arrow, read_csv, read_dataset, read_parquet
 from data.readers_trees import looks_label_studio, looks_tree, read_label_studio, read_tree
 
 Purpose = Literal["files", "prompts", "eval_prompts"]
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PLACEHOLDER = re.compile(r"\{\{\s*[a-z_]+\s*\}\}")
 
@@ -59,6 +57,7 @@ class Notice:
 
     file: str
     line: int
+    """0: of the whole file or folder."""
     message: str
 
 
@@ -90,6 +89,8 @@ def read_source(
     source: str, params: DataParams, purpose: Purpose
 ) -> Iterator[tuple[str, Record | Refusal | Notice]]:
     """(shape, item) for every item of a source; the shape is "" where none was recognised."""
+    for notice in _passed_over(source):
+        yield "", notice
     for label, rows in _files_of(source, params):
         for row in rows:
             if row.notice is not None:
@@ -216,7 +217,10 @@ def files_in(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir() and not _is_saved_dataset(path):
-        found = [path / name for name in files_below(path) if _suffix(Path(name)) in SUFFIXES]
+        if saved := [name for name in files_below(path) if Path(name).name in _SAVED]:
+            below = ", ".join(dict.fromkeys(str((path / name).parent) for name in saved[:5]))
+            raise DataError(f"{source}: the folder holds saved data sets; name each of them: {below}")
+        found = [path / name for name in files_below(path) if _is_read(name)]
         if not found:
             raise DataError(
                 f"{source}: no file with one of {', '.join(SUFFIXES)} in the folder (hidden ones are not "
@@ -250,65 +254,78 @@ def _files_of(source: str, params: DataParams) -> Iterator[tuple[str, Iterator[R
         yield label, read_dataset(source, params.hub, params.max_row_bytes)
 
 
+_SAVED = ("dataset_dict.json", "state.json")
+
+
 def _is_saved_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return any((path / name).is_file() for name in _SAVED)
+
+
+def _is_read(name: str) -> bool:
+    return _suffix(Path(name)) in SUFFIXES
+
+
+def _passed_over(source: str) -> Iterator[Notice]:
+    """What is in a folder of records and is not read."""
+    path = Path(source)
+    if path.is_dir() and not _is_saved_dataset(path):
+        left = [name for name in files_below(path) if not _is_read(name)]
+        if left:
+            names = ", ".join(left[:5]) + (" ..." if len(left) > 5 else "")
+            message = f"{len(left)} files of the folder are not read, for their names end otherwise: {names}"
+            yield Notice(label_of(path), 0, message)
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    with path.open("rb") as plain:
-        zipped = plain.read(2) == b"\x1f\x8b"
-        plain.seek(0)
-        if zipped:
-            with gzip.open(plain) as stream:
-                yield cast(BinaryIO, stream)
-        else:
-            yield plain
+    return Path(bare(path.name)).suffix
 
 
 def _rows(path: Path, limit: int) -> Iterator[RawRow]:
-    with _opened(path) as stream:
-        try:
-            container = _container(path, stream, limit)
-            stream.seek(0)
-            if container == "parquet":
-                yield from read_parquet(path, limit)
-            elif container == "csv":
-                yield from read_csv(stream, limit)
-            elif container == "json":
-                yield from read_json(stream, limit)
-            else:
-                yield from read_jsonl(stream, limit)
-        except DataError as error:
-            raise DataError(f"{label_of(path)}: {error}") from error
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(
-                f"{label_of(path)}: the compressed file is damaged or cut off ({error}); fetch it again"
-            ) from error
+    try:
+        container = _container(path, limit)
+        if container == "parquet":
+            yield from read_parquet(path, limit)
+        elif container == "arrow":
+            yield from read_arrow(path, limit)
+        else:
+            with opened(path) as stream:
+                yield from _TEXTS[container](stream, limit)
+    except DataError as error:
+        raise DataError(f"{label_of(path)}: {error}") from error
 
 
-def _container(path: Path, stream: BinaryIO, limit: int) -> Literal["parquet", "csv", "json", "jsonl"]:
+_TEXTS = {"csv": read_csv, "json": read_json, "jsonl": read_jsonl}
+_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file (Feather too) and a stream
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def _container(path: Path, limit: int) -> Literal["parquet", "arrow", "csv", "json", "jsonl"]:
     """By the first bytes; the suffix decides only between JSON and JSONL that is broken in its first line."""
-    start = stream.read(64)
-    if b"\0" in start and not start.startswith(b"PAR1"):
-        raise DataError(
-            f"no text: it holds zero bytes (it begins with {start[:8]!r}); give UTF-8 JSONL, JSON or CSV, "
-            "Parquet, or one of them packed with gzip"
-        )
+    with opened(path) as stream:
+        start = stream.read(64)
     if start.startswith(b"PAR1"):
         return "parquet"
+    if start.startswith(_ARROW):
+        return "arrow"
+    if b"\0" in start:
+        what = "it is UTF-16 or UTF-32" if start.startswith(_UTF16) else "no text: it holds zero bytes"
+        raise DataError(
+            f"{what} (it begins with {start[:8]!r}); give UTF-8 JSONL, JSON or CSV, Parquet or Arrow, "
+            f"or text packed as {', '.join(ENDINGS)}"
+        )
     head = start.removeprefix(BOM).lstrip()
     if head.startswith(b"["):
         return "json"
     suffix = _suffix(path)
     if head.startswith(b"{"):
-        stream.seek(0)
-        lines = (line for _, line in bounded_lines(stream, limit) if isinstance(line, Fault) or line.strip())
-        first = next(lines)
-        whole = isinstance(first, Fault) or isinstance(parse_object(first.removeprefix(BOM)), dict)
+        whole = _begins_with_a_row(path, limit)
         return "jsonl" if whole or suffix in (".jsonl", ".ndjson") else "json"
     return "csv" if suffix in (".csv", ".tsv") else "jsonl"
+
+
+def _begins_with_a_row(path: Path, limit: int) -> bool:
+    """Whether the first line that is not empty is an object, or too long to tell."""
+    with opened(path) as stream:
+        lines = (line for _, line in bounded_lines(stream, limit) if isinstance(line, Fault) or line.strip())
+        first = next(lines)
+        return isinstance(first, Fault) or isinstance(parse_object(first.removeprefix(BOM)), dict)

@@ -36,7 +36,7 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     asked = dvc.start_status(project)
     try:
         known = read_lock(project)
-        outer = {step.name: reason for step in dag if step.always and (reason := _outer(project, step.name))}
+        outer = {step.name: reason for step in dag if step.always and (reason := outer(project, step.name))}
     except BaseException:
         asked.kill()
         raise
@@ -53,7 +53,7 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     return found
 
 
-def _outer(project: Path, name: str) -> str:
+def outer(project: Path, name: str) -> str:
     """Why an outer step has to run, "" when it would change nothing."""
     if not stage_folder(project, name).is_dir():
         return NEVER
@@ -63,10 +63,17 @@ def _outer(project: Path, name: str) -> str:
 
             same = sources.unchanged(project)
         else:
-            same = registry_agrees(project)
+            same = registry_agrees(project) or (name == "champion" and _same_champion(project))
         return "" if same else "the world outside has changed"
     except PlumblineError as error:
         return str(error)
+
+
+def _same_champion(project: Path) -> bool:
+    """Asked where the two outer steps do not both agree: the champion may, with `register` still to come."""
+    from tasks import champion
+
+    return champion.unchanged(project, load(project).registry.name)
 
 
 def registry_agrees(project: Path) -> bool:

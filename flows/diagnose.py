@@ -58,13 +58,27 @@ def _evidence(answer: Answer) -> str:
 def _conclusion(facts: Facts, answers: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
     if not found:
         asked = [answer for answer in answers if answer.verdict == "suspicious"]
-        head = "The candidate was promoted." if facts.promoted else "No cause found."
+        head = _decision(facts) or "No cause found."
         look = "; ".join(f"{answer.branch}: {answer.node.question}" for answer in asked)
         return [head, f"Worth a look: {look}"] if asked else [head]
-    lines = ["The candidate was promoted; weak points all the same:"] if facts.promoted else []
+    decision = _decision(facts)
+    lines = [f"{decision} Weak points all the same:" if facts.promoted else decision] if decision else []
     for number, answer in enumerate(found):
         head = "Cause" if number == 0 else "Also"
         lines.append(f"{head}: {answer.node.means} ({answer.branch}: {answer.seen})")
         if answer.remedy is not None:
             lines += [f"  Try: {answer.remedy.what}", f"    {answer.remedy.command}"]
     return lines
+
+
+def _decision(facts: Facts) -> str:
+    """What became of a candidate that passed all gates; "" of one that did not."""
+    if facts.promoted:
+        return "The candidate was promoted."
+    if not facts.passed:
+        return ""
+    registered = facts.results.get("register")
+    if registered is None:
+        return "All gates passed, but `register` has not carried that out: the champion stays as it was."
+    state = f"it is {registered['alias']}" if registered.get("alias") else str(registered.get("reason"))
+    return f"All gates passed, but the candidate is not champion: {state}."

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from data.compressed import bare
 from data.config import DataParams
 from data.errors import ConfigurationError, DataError
 from data.folders import files_below
@@ -227,7 +228,7 @@ def _gguf(what: str, source: str, path: Path) -> Finding:
 def _may_be_hub_id(project: Path, name: str) -> bool:
     """owner/name, where no folder of the project is called owner."""
     owner, slash, rest = name.partition("/")
-    named = bool(owner and slash and rest) and not name.removesuffix(".gz").endswith(SUFFIXES)
+    named = bool(owner and slash and rest) and not bare(name).endswith(SUFFIXES)
     return named and not (project / owner).is_dir()
 
 

@@ -41,9 +41,14 @@ class Facts:
     """File -> why it could not be read."""
 
     @property
-    def promoted(self) -> bool:
+    def passed(self) -> bool:
         """Whether the candidate passed all gates."""
         return self.results.get("promote", {}).get("promote") is True
+
+    @property
+    def promoted(self) -> bool:
+        """Whether it passed them and `register` has made it champion."""
+        return self.passed and self.results.get("register", {}).get("alias") == "champion"
 
     def file(self, stage: str) -> str:
         """The result document of a stage, as the screen names it."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import datetime
 import gzip
 import io
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
 from data.checks import Fault
 from data.config import DataParams
 from data.errors import DataError, InfrastructureError
-from data.readers import files_in, label_of, read_source, source_digest
+from data.readers import Notice, files_in, label_of, read_source, source_digest
 from data.readers_json import BOM
 from data.readers_table import read_csv
 from tests.data.samples import Row, pair, pairs, read, records, refusals, write_jsonl
@@ -66,6 +71,28 @@ def test_csv_with_an_open_quote_is_refused() -> None:
     assert _rows(b'a,b\n1,2\n"3,4\n5,6\n') == [(2, {"a": "1", "b": "2"}), (3, "bad_row")]
 
 
+def test_csv_lines_that_end_in_a_carriage_return_alone_are_not_lost() -> None:
+    mixed = b"a,b\n1,2\n3,4\r5,6\n" + b'"7\r8",9\n'
+    assert _rows(mixed) == [(2, {"a": "1", "b": "2"}), (3, "bad_row"), (4, {"a": "7\r8", "b": "9"})]
+    with pytest.raises(DataError, match="header can not be read: a line ends in a carriage return alone"):
+        _rows(b"a,b\r1,2\r3,4\r")
+
+
+def test_columns_of_one_name_are_refused_and_those_without_get_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 columns have the name 'b', and only one of them could be read"):
+        _rows(b"a,b,b\n1,2,3\n")
+    assert _rows(b",a,\n1,2,3\n") == [(2, {"column 1": "1", "a": "2", "column 3": "3"})]
+    names = ["prompt", "chosen", "chosen", "rejected"]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 4, names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: 2 columns have the name 'chosen'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_csv_file_without_anything_has_no_rows() -> None:
+    assert _rows(b"") == _rows(b"\n\n") == _rows(BOM) == []
+
+
 def test_csv_cells_of_known_columns_are_typed(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     row = pair(votes="[2, 1]", weight="0.5", disputed="True")
@@ -74,6 +101,13 @@ def test_csv_cells_of_known_columns_are_typed(tmp_path: Path) -> None:
     (found,) = records(read(path))
     assert (found.votes, found.weight, found.disputed) == ((2, 1), 0.5, True)
     assert found.prompt[0].content == "Why?"
+
+
+def zstd(data: bytes) -> bytes:
+    whole = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(whole, "zstd") as stream:
+        stream.write(data)
+    return bytes(whole.getvalue().to_pybytes())
 
 
 def _parquet(path: Path, rows: list[Row]) -> Path:
@@ -91,7 +125,15 @@ def test_every_container_gives_the_same_records(tmp_path: Path) -> None:
     _parquet(tmp_path / "c.parquet", rows)
     with gzip.open(tmp_path / "d.jsonl.gz", "wb") as file:
         file.write((tmp_path / "a.jsonl").read_bytes())
-    for name in ("b.csv", "c.parquet", "d.jsonl.gz"):
+    text, table = (tmp_path / "a.jsonl").read_bytes(), pyarrow.Table.from_pylist(rows)
+    (tmp_path / "e.jsonl.xz").write_bytes(lzma.compress(text))
+    (tmp_path / "f.jsonl.bz2").write_bytes(bz2.compress(text))
+    (tmp_path / "g.csv.zst").write_bytes(zstd(_table(rows)) + zstd(b""))
+    pyarrow.feather.write_feather(table, tmp_path / "h.feather", chunksize=40)
+    with pyarrow.ipc.new_stream(str(tmp_path / "i.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    for path in sorted(tmp_path.iterdir()):
+        name = path.name
         assert [item.id for item in records(read(tmp_path / name))] == expected, name
 
 
@@ -102,10 +144,39 @@ def test_parquet_types_become_json(tmp_path: Path) -> None:
     assert second.extra == {"score": 1.5}
 
 
+def test_bytes_in_a_typed_table_are_text(tmp_path: Path) -> None:
+    rows = [{name: text.encode() for name, text in row.items()} for row in (pair("Qué?"), pair("Or?"))]
+    rows[1]["rejected"] = b"\xff\xfe"
+    items = read(_parquet(tmp_path / "a.parquet", rows))
+    assert [item.prompt[0].content for item in records(items)] == ["Qué?"]
+    assert refusals(items) == [(2, "encoding")]
+
+
+def test_a_parquet_text_that_is_not_utf8_takes_no_other_row_with_it(tmp_path: Path) -> None:
+    ends = np.array([0, 2, 4, 6], np.int32).tobytes()
+    buffers = [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"q1\xff\xfeq3")]
+    prompts = pyarrow.Array.from_buffers(pyarrow.string(), 3, buffers)
+    table = {"prompt": prompts, "chosen": ["a"] * 3, "rejected": ["b"] * 3}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    items = read(tmp_path / "a.parquet")
+    assert [item.prompt[0].content for item in records(items)] == ["q1", "q3"]
+    assert refusals(items) == [(2, "encoding")]
+
+
+def test_the_size_of_a_typed_row_is_that_of_its_text_in_utf8(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", [pair("字" * 100)])
+    assert len(records(read(path, max_row_bytes=500, max_chars=500))) == 1
+    assert refusals(read(path, max_row_bytes=300, max_chars=300)) == [(1, "oversize")]
+
+
 def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", [pair("second?")])
     write_jsonl(tmp_path / "a.jsonl", [pair("first?")])
     (tmp_path / "notes.md").write_text("no data")
+    (tmp_path / "c.jsonl.7z").write_bytes(b"7z")
+    (left,) = [item for item in read(tmp_path) if isinstance(item, Notice)]
+    assert left.message.startswith("2 files of the folder are not read")
+    assert left.message.endswith(": c.jsonl.7z, notes.md")
     assert [path.name for path in files_in(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
     assert [item.prompt[0].content for item in records(read(tmp_path))] == ["first?", "second?"]
 
@@ -119,6 +190,10 @@ def test_a_saved_hugging_face_data_set_is_read(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     assert [item.source for item in records(read("one"))] == [f"one:{n}" for n in range(1, 6)]
     assert len(records(read("two", hub={"split": "test"}))) == 2
+    (left,) = [item for item in read("two") if isinstance(item, Notice)]
+    assert left.message == "of its splits 'train' is read (data.hub.split) and not: test"
+    with pytest.raises(DataError, match=r"saved data sets; name each of them: one, two"):
+        read(".")
     with pytest.raises(DataError, match="no split 'dev', only: test, train"):
         read("two", hub={"split": "dev"})
 
@@ -171,6 +246,28 @@ def test_a_damaged_parquet_file_is_an_error_of_the_data(tmp_path: Path, cut: int
     with pytest.raises(DataError, match=r"rows\.parquet: the Parquet file can not be read") as caught:
         list(read_source(str(file), DataParams(), "files"))
     assert "fetch or write it again" in str(caught.value)
+
+
+@pytest.mark.parametrize("pack", [bz2.compress, lzma.compress, zstd])
+def test_what_is_packed_and_cut_off_is_an_error_of_the_data(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    file = tmp_path / "rows.jsonl.packed"
+    rows = write_jsonl(tmp_path / "a.jsonl", pairs(3000)).read_bytes()
+    file.write_bytes(pack(rows)[:-50])
+    with pytest.raises(DataError, match=r"rows\.jsonl\.packed: the compressed file is damaged or cut off"):
+        read(file)
+
+
+def test_a_damaged_arrow_file_and_utf16_are_errors_of_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "rows.arrow"
+    pyarrow.feather.write_feather(pyarrow.Table.from_pylist(pairs(50)), file, compression="uncompressed")
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(DataError, match=r"rows\.arrow: the Arrow file can not be read beyond row"):
+        read(file)
+    (tmp_path / "a.csv").write_bytes("prompt,chosen\nx,y\n".encode("utf-16"))
+    with pytest.raises(DataError, match=r"a\.csv: it is UTF-16 or UTF-32 .* give UTF-8"):
+        read(tmp_path / "a.csv")
 
 
 def test_a_gzip_file_that_is_cut_off_and_a_program_are_errors_of_the_data(tmp_path: Path) -> None:

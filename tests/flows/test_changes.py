@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.changes import NEVER, changes
+from flows.changes import NEVER, changes, outer
 from flows.dag import read_dag
+from tasks.places import stage_folder, write_json
 
 
 def test_a_stage_that_never_ran_says_just_that(fake_project: Path) -> None:
     dag = read_dag(fake_project)
     assert changes(fake_project, dag) == {step.name: [NEVER] for step in dag}
+
+
+def test_a_champion_that_stands_as_published_is_up_to_date_before_register_has_run(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("{}\n")
+    for stage, digest in (("sft", "5f7"), ("optimize", "0b7")):
+        write_json(stage_folder(tmp_path, stage) / "result.json", {"digest": digest})
+    published = stage_folder(tmp_path, "champion") / "champion.json"
+    write_json(published, {"digest": "5f7", "source": "sft"})
+    assert (outer(tmp_path, "champion"), outer(tmp_path, "register")) == ("", NEVER)
+    write_json(published, {"digest": "another", "source": "registry"})
+    assert outer(tmp_path, "champion") == "the world outside has changed"

@@ -46,14 +46,34 @@ def test_the_table_fits_into_80_columns(tmp_path: Path) -> None:
 
 
 def test_a_promoted_run_is_0_with_its_weak_points(tmp_path: Path) -> None:
-    write_run(tmp_path, {"promote.promote": True})
+    crowned = {"promote.promote": True, "register": {"registered": True, "alias": "champion"}}
+    write_run(tmp_path, crowned)
     assert "The candidate was promoted." in shown(tmp_path)[1]
     other = tmp_path / "other"
     other.mkdir()
-    write_run(other, {"promote.promote": True, "validate.pairs.train": 10})
+    write_run(other, {**crowned, "validate.pairs.train": 10})
     code, text = shown(other)
     assert code == 0
-    assert "weak points" in text and "too few preference pairs" in text
+    assert "was promoted. Weak points" in text and "too few preference pairs" in text
+
+
+@pytest.mark.parametrize(
+    ("register", "said"),
+    [
+        (None, "`register` has not carried that out"),
+        ({"registered": True, "alias": "challenger", "reason": "all gates passed"}, "it is challenger"),
+        ({"registered": True, "alias": None, "reason": "these weights were rolled back"}, "rolled back"),
+    ],
+)
+def test_gates_that_passed_are_no_promotion_yet(
+    tmp_path: Path, register: dict[str, object] | None, said: str
+) -> None:
+    changes: dict[str, object] = {"promote.promote": True, "validate.pairs.train": 10}
+    write_run(tmp_path, changes if register is None else {**changes, "register": register})
+    code, text = shown(tmp_path)
+    assert code == 3
+    assert "was promoted" not in text and said in text
+    assert text.index("All gates passed, but") < text.index("Cause: too few preference pairs")
 
 
 def test_without_a_run_it_is_an_error_of_data(tmp_path: Path) -> None:
