@@ -6,9 +6,11 @@ frozen weights lie in a file.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,8 +34,8 @@ def give_back() -> None:
 class Shelf:
     """The weights of a frozen model on the CPU, moved into a file without a name.
 
-    Read, they are in memory; after `release` the system may have that memory, and reads them again from its
-    file cache, or the disk, when they are next used.
+    Read, they are in memory; the system may have a layer's back after its forward pass, and all after
+    `release`, and reads them again from its file cache, or the disk, when they are next used.
     """
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
@@ -59,13 +61,34 @@ class Shelf:
         for parameter, start in zip(parameters, starts, strict=True):
             if parameter.numel():
                 parameter.data = self._place(parameter.data, start)
+        places = dict(zip(parameters, itertools.pairwise([*starts, size]), strict=True))
+        for layer in _layers(model):
+            ends = [end for parameter in layer.parameters() for end in places[parameter]]
+            if ends:
+                layer.register_forward_hook(self._after(min(ends), max(ends)))
         self.release()
 
     def _place(self, tensor: Tensor, start: int) -> Tensor:
         view = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=start)
         return view.view(tensor.shape).copy_(tensor)
 
+    def _after(self, start: int, end: int) -> Callable[..., None]:
+        """What lets go of the whole pages between two places."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+
+        def let_go(*given: object) -> None:
+            if first < last and hasattr(mmap, "MADV_DONTNEED"):
+                self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+        return let_go
+
     def release(self) -> None:
         """Lets go of the memory, not of the weights."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model, each of which is used once in a forward pass."""
+    stacks = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return [layer for stack in stacks for layer in stack]

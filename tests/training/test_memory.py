@@ -52,6 +52,23 @@ def test_released_weights_take_no_memory(tmp_path: Path) -> None:
     assert torch.equal(model.weight.sum(), expected)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_layer_that_was_used_takes_no_memory(tmp_path: Path) -> None:
+    """Eight layers of 16 MB, one after the other."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(2048, 2048) for _ in range(8)])
+    model.requires_grad_(False)
+    ids = torch.ones(1, 2048)
+    expected = [layer(ids) for layer in model.layers]
+    shelf = Shelf(model, tmp_path)
+    before = resident_kb()
+    for layer, wanted in zip(model.layers, expected, strict=True):
+        assert torch.equal(layer(ids), wanted)
+        assert resident_kb() - before < 12_000
+    assert torch.equal(model.layers[0](ids), expected[0]), "it is read again"
+    shelf.release()
+
+
 def test_a_full_disk_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
