@@ -26,7 +26,8 @@ from flows.dead import dead
 from flows.finding import Finding
 from flows.memory import Shape, at_once, estimate, shape_of
 from flows.secrets import mask
-from tasks.params import Params, load, parse, read_profile
+from tasks.overrides import read_profile
+from tasks.params import Params, load, parse
 from tasks.places import home
 from tasks.publish import check_writable
 from training.config_optimize import ON_PAIRS

@@ -36,7 +36,8 @@ from flows.secrets import MaskingFilter, refuse_in_params
 from flows.settle import leave
 from flows.shown import Shown, shielded
 from flows.stages import Outcome, Work
-from tasks.params import load, write_overrides
+from tasks.overrides import write_overrides
+from tasks.params import load
 from tasks.places import home, root
 from tasks.report import build
 from training import lifeline

@@ -20,7 +20,8 @@ from flows.changes import changes, registry_agrees
 from flows.dag import Dag, read_dag
 from flows.secrets import mask, mask_value, refuse_in_params
 from flows.table import outcome_code, print_summary
-from tasks.params import Params, load, write_overrides
+from tasks.overrides import write_overrides
+from tasks.params import Params, load
 from tasks.places import home
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from flows.changes import changes
 from flows.dag import Dag, read_dag
 from flows.screen import described
 from flows.secrets import mask, refuse_in_params
-from tasks.params import load, write_overrides
+from tasks.overrides import write_overrides
+from tasks.params import load
 from tasks.places import home
 from tasks.registry import peek
 from tasks.status import read_status

@@ -1,21 +1,17 @@
-"""Gradients to steps: one engine, two backends, and the only place that imports deepspeed.
+"""Gradients to steps: one engine, two backends.
 
 `torch` is plain AdamW with an all-reduce, and allows float64; `deepspeed` adds ZeRO. Both count alike: a
 loss comes divided by the GLOBAL number of tokens or pairs, gradients are summed over ranks, so how a batch
 is split does not show. A gradient that is not finite moves nothing: neither weights nor optimizer state
 nor, with them, the run.
-
-DeepSpeed here needs no compiler: torch's AdamW in place of its own, and its shared-memory operator is not
-built.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from data.errors import ConfigurationError, DivergenceError
 from training.config import EngineParams
 from training.models import device
+from training.zero import gather_layer, import_deepspeed, wrap
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 NORM_PIECE = 1 << 17
@@ -110,7 +107,7 @@ class Engine:
         self._deepspeed: Any = None
         self._module = module
         if params.backend == "deepspeed":
-            self._deepspeed = _wrap(module, self._optimizer, params, clip_norm)
+            self._deepspeed = wrap(module, self._optimizer, params, clip_norm)
 
     @property
     def module(self) -> nn.Module:
@@ -237,9 +234,9 @@ class Engine:
         """All tensors of a part of the module on the CPU at the first process where weights are in parts
         (ZeRO-3, tensor parallel; every rank must call it), else None: the module holds them itself."""
         if self.params.zero == 3:
-            whole = _import_deepspeed().zero.GatheredParameters
+            whole = import_deepspeed().zero.GatheredParameters
         elif self.params.tensor_parallel > 1:
-            whole = _gather_layer
+            whole = gather_layer
         else:
             return None
         state: dict[str, Tensor] = {}
@@ -265,7 +262,7 @@ class Engine:
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
         try:
-            with _import_deepspeed().zero.GatheredParameters(list(self._module.parameters())):
+            with import_deepspeed().zero.GatheredParameters(list(self._module.parameters())):
                 yield
         finally:
             offload._register_deepspeed_module(offload.module)
@@ -368,79 +365,3 @@ def _clip(gradients: Sequence[Tensor], norm: float, bound: float) -> None:
     if norm > bound:
         for gradient in gradients:
             gradient.mul_(bound / norm)
-
-
-def _import_deepspeed() -> Any:
-    """DeepSpeed without what its autotuner would bring along: importing mlflow costs more than DeepSpeed
-    itself."""
-    blocked = "mlflow" not in sys.modules
-    if blocked:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        import deepspeed
-        from deepspeed.utils import logger
-    finally:
-        if blocked:
-            del sys.modules["mlflow"]
-    logger.setLevel("WARNING")
-    return deepspeed
-
-
-def _gather_layer(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Within it a layer's parameters that tensor parallelism has split are whole."""
-    from deepspeed.module_inject.layers import GatherReplacedLayerParams
-
-    context: AbstractContextManager[Any] = GatherReplacedLayerParams(parameters, None)
-    return context
-
-
-def _check_parts(module: nn.Module, parts: int) -> None:
-    """Whether the model's heads and widths can be dealt out evenly."""
-    found = getattr(getattr(module, "model", None), "config", None)
-    config: Any = found.get_text_config() if found is not None else None
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = getattr(config, key, None)
-        if value is not None and value % parts:
-            raise ConfigurationError(
-                f"engine.tensor_parallel: {parts} does not divide the model's {key} ({value}); take a divisor"
-            )
-
-
-def _wrap(module: nn.Module, optimizer: torch.optim.Optimizer, params: EngineParams, clip_norm: float) -> Any:
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if device().type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    deepspeed = _import_deepspeed()
-    wide = {p.dtype for p in module.parameters() if p.requires_grad} - {torch.float32}
-    if wide:
-        raise ConfigurationError(
-            f"engine.backend: deepspeed trains float32 weights, these are {sorted(map(str, wide))}; "
-            "DeepSpeed rounds float64 without a word: take engine.backend: torch"
-        )
-    # On a CPU it would compile an operator for all-reduces in shared memory; gloo does without.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    zero: dict[str, Any] = {"stage": params.zero}
-    if params.offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-        if params.zero == 3:
-            zero["offload_param"] = {"device": "cpu"}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": clip_norm,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    if params.tensor_parallel > 1:
-        _check_parts(module, params.tensor_parallel)
-        config["tensor_parallel"] = {"autotp_size": params.tensor_parallel}
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=config, dist_init_required=False
-    )
-    if params.tensor_parallel > 1:
-        # Its look at the first inputs of ranks that share a model knows tensors only, not a Batch of them.
-        engine.first_dataloader_check.remove()
-    return engine

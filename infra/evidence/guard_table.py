@@ -135,7 +135,8 @@ def parameters(case: Case) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "algorithm": case.algorithm, "steps": STEPS, "prompts": PROMPTS, "group": GROUP,
-        "max_new_tokens": world.NEW_TOKENS, "lr": case.lr, "warmup": 0.0, "min_lr_share": 0.5, "beta": 0.05,
+        "max_new_tokens": world.NEW_TOKENS, "max_prompt": world.MAX_PROMPT,
+        "lr": case.lr, "warmup": 0.0, "min_lr_share": 0.5, "beta": 0.05,
         "kl": {"target": TARGET}, "held_out": 0, "lora": None, "precision": "fp32", "checkpoint_every": 1000,
         "token_budget": 8192, "engine": {"backend": "torch"},
         "rewards": {"scorers": scorers, "weights": {"quality": 1.0, "loophole": 0.0}},

@@ -34,6 +34,7 @@ from training.config_guards import GuardParams
 from training.engine import connect
 from training.generate import BuiltinGenerator
 from training.models import load_causal
+from training.rl_setting import Setting
 from training.rundir import write_json
 
 STEPS, PAIRS, WRONG, SMOOTH = 160, 300, 0.15, 5
@@ -93,7 +94,8 @@ def parameters(target: float | None) -> dict[str, Any]:
     off = [name for name, field in GuardParams.model_fields.items() if field.default is not None
            and type(None) in getattr(field.annotation, "__args__", ())]  # fmt: skip
     return {
-        "algorithm": "rloo", "steps": STEPS, "prompts": 8, "group": 6, "max_new_tokens": world.NEW_TOKENS,
+        "algorithm": "rloo", "steps": STEPS, "prompts": 8, "group": 6,
+        "max_new_tokens": world.NEW_TOKENS, "max_prompt": world.MAX_PROMPT,
         "lr": 4e-4, "warmup": 0.0, "min_lr_share": 1.0, "beta": 0.01, "kl": {"target": target or 1.0},
         "held_out": 0, "lora": None, "precision": "fp32", "checkpoint_every": 2, "token_budget": 8192,
         "engine": {"backend": "torch"}, "guards": {} if target else dict.fromkeys(off),
@@ -105,9 +107,9 @@ def parameters(target: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gold_now(setting: rl.Setting) -> float:
+def gold_now(setting: Setting) -> float:
     """Mean gold of fresh answers to all prompts, from the weights as they are."""
-    found = rl.roll(setting, setting.prompts, 2, step=-3)
+    found = rl.roll(setting, setting.prompts, 2, step=-3, epochs=[0] * len(setting.prompts))
     return float(found.scored.score[:, found.scored.dimensions.index("gold")].mean())
 
 

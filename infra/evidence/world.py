@@ -40,6 +40,8 @@ TEMPLATE = (
     "+ ' <|im_end|> ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|> assistant ' }}{% endif %}"
 )
 NEW_TOKENS, PROMPTS = 20, 48
+POSITIONS = 128
+MAX_PROMPT = POSITIONS - NEW_TOKENS
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -97,7 +99,7 @@ def base(folder: Path, seed: int, steps: int = 300) -> Path:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tok), hidden_size=48, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=POSITIONS, bos_token_id=0,
             eos_token_id=1, pad_token_id=1, tie_word_embeddings=True,
         )
     )  # fmt: skip

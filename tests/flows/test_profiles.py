@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from flows.dag import read_dag
-from tasks.params import parse, read_profile, read_raw
+from tasks.overrides import read_profile
+from tasks.params import parse, read_raw
 from tests.conftest import ROOT
 
 PROFILES = sorted(

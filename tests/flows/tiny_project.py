@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tasks.params import write_overrides
+from tasks.overrides import write_overrides
 from tests.flows.conftest import copy_project
 from tests.training import tiny
 

@@ -13,7 +13,8 @@ from tasks import evidence
 from tasks.diagnosis import TREE, Answer, causes, walk
 from tasks.evidence import Facts
 from tasks.outcomes import NEVER, prompts_needed, trend
-from tasks.params import parse, write_overrides
+from tasks.overrides import write_overrides
+from tasks.params import parse
 from tasks.remedies import LADDER, lower_lr, raise_lr
 from tasks.symptoms import sft_loss
 from tests.tasks.constructed import facts, write_run

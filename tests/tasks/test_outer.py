@@ -12,7 +12,8 @@ import pytest
 
 from data.errors import ConfigurationError, InfrastructureError
 from tasks import champion, register, sources
-from tasks.params import load, write_overrides
+from tasks.overrides import write_overrides
+from tasks.params import load
 from tasks.places import digest, read_json, stage_folder, write_json
 from tasks.recorder import Ending
 from tasks.registry import Registry

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from data.errors import ConfigurationError
-from tasks.params import FILE, Params, flat, load, merged, parse, read_raw, write_overrides
+from tasks.overrides import merged, write_overrides
+from tasks.params import FILE, Params, flat, load, parse, read_raw
 from tests.conftest import ROOT
 
 
