@@ -108,9 +108,7 @@ class Scoring:
     def _faults(self, answer: Answered) -> rewards.Cheating:
         prompt = "\n".join(message.content for message in answer.prompt.prompt)
         # Length is `overlong`'s matter: only the algorithm that asks for it pays it.
-        return rewards.cheating(
-            prompt, answer.text, length=min(answer.length, self.limit - 1), limit=self.limit, buffer=1
-        )
+        return rewards.cheating(prompt, answer.text, length=0, limit=self.limit, buffer=1)
 
     def _compose(
         self, names: Sequence[str], score: Tensor, valid: Tensor, detected: Tensor, group: int
