@@ -52,8 +52,9 @@ def test_a_trunk_under_another_name_is_found() -> None:
     """Llama 4's text model says that its trunk is `language_model`, and calls it `model`."""
     model = Llama4ForCausalLM(
         Llama4TextConfig(
-            vocab_size=60, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, pad_token_id=1,
+            vocab_size=60, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32,
+            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            num_local_experts=2, pad_token_id=1,
         )
     )  # fmt: skip
     assert model.base_model is model and backbone_and_head(model)[0] is model.model
