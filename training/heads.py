@@ -24,10 +24,12 @@ def head_gap(model: Any) -> float:
     training = model.training
     model.eval()
     backbone, head = backbone_and_head(model)
-    where = next(backbone.parameters()).device
-    ids = torch.arange(3, 11, device=where)[None] % model.config.get_text_config().vocab_size
-    own = model(input_ids=ids, use_cache=False).logits.float()
-    known = head(backbone(input_ids=ids, use_cache=False).last_hidden_state).float()
+    first = next(backbone.parameters())
+    ids = torch.arange(3, 11, device=first.device)[None] % model.config.get_text_config().vocab_size
+    # As in all passes over such weights: some models (Mamba) mix float32 in, and fail without.
+    with torch.autocast(first.device.type, torch.bfloat16, enabled=first.dtype == torch.bfloat16):
+        own = model(input_ids=ids, use_cache=False).logits.float()
+        known = head(backbone(input_ids=ids, use_cache=False).last_hidden_state).float()
     model.train(training)
     return float((known - own).abs().max() / own.abs().max().clamp(min=1e-6))
 

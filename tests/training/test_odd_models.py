@@ -270,6 +270,10 @@ def test_a_head_that_is_not_known_is_refused(tmp_path: Path) -> None:
     require_head(model, tmp_path)
 
 
+def test_a_head_is_asked_as_the_model_will_be_run(tmp_path: Path) -> None:
+    require_head(build(MODELS["mamba"][0]).to(torch.bfloat16), tmp_path)
+
+
 @pytest.mark.parametrize("program", [sft, preference, rl, compare])
 def test_every_program_asks_before_it_trusts_a_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Any
