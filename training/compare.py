@@ -32,7 +32,8 @@ from training.chat import decode_answer, encode_prompt, load_tokenizer, prefligh
 from training.config import EvaluateParams
 from training.engine import connect
 from training.generate import BuiltinGenerator
-from training.logprobs import answer_logprobs, require_head
+from training.heads import require_head
+from training.logprobs import answer_logprobs
 from training.models import autocast, device, digest, load_causal, resolve
 from training.rundir import RunDir, program, write_json
 from training.score import ScoreModel

@@ -14,7 +14,6 @@ d logp / d h = (W[target] - sum_v p_v W[v]) / T is known in the forward pass and
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data.errors import ConfigurationError
 from training import tree_attention
 from training.batches import Batch
 
 CHUNK = 128
-HEAD_BOUND = 2e-2
-"""Share of the logits' size by which a head may be off: the rounding of bfloat16."""
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """What Gemma, RecurrentGemma and xLSTM call the bound of a soft cap on logits."""
 
@@ -79,35 +75,6 @@ def backbone_and_head(model: Any) -> tuple[nn.Module, Head]:
     # Llama 4 has another name for its trunk than the one by which `base_model` looks for it.
     backbone = inner.base_model if inner.base_model is not inner else inner.model
     return backbone, Head(linear, scale, cap)
-
-
-@torch.no_grad()
-def head_gap(model: Any) -> float:
-    """How far the logits of `backbone_and_head` are from the model's own, as a share of their size.
-
-    More than rounding where a model does something to its logits that is not known here: every
-    log-probability would be another distribution's. Not asked of weights in parts (ZeRO-3).
-    """
-    training = model.training
-    model.eval()
-    backbone, head = backbone_and_head(model)
-    where = next(backbone.parameters()).device
-    ids = torch.arange(3, 11, device=where)[None] % model.config.get_text_config().vocab_size
-    own = model(input_ids=ids, use_cache=False).logits.float()
-    known = head(backbone(input_ids=ids, use_cache=False).last_hidden_state).float()
-    model.train(training)
-    return float((known - own).abs().max() / own.abs().max().clamp(min=1e-6))
-
-
-def require_head(model: Any, path: Path | str) -> None:
-    """ConfigurationError where a model's logits are not those that training reads from its hidden states."""
-    gap = head_gap(model)
-    if gap > HEAD_BOUND:
-        raise ConfigurationError(
-            f"{path}: {type(model).__name__} does something to its logits that is not known here (they are "
-            f"{gap:.2g} of their size off, bound {HEAD_BOUND:g}), so no log-probability would be its own; "
-            "take another model, or teach training/logprobs.py its head"
-        )
 
 
 def hidden_states(backbone: Any, batch: Batch) -> Float[Tensor, "BT H"]:

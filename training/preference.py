@@ -6,7 +6,8 @@ the whole step, whatever its micro batches and ranks.
 
 In: `model` (folder), `pairs` and `test` (Preference rows), `feedback` (Feedback rows, read by kto alone).
 Out: model/ with merged weights. The reference is `model` itself, asked once about all answers
-(training/reference.py). The two answers of a pair share their prompt where the model can.
+(training/reference.py). The two answers of a pair share their prompt where the model can; its own
+dropout is off.
 
 Reported on the held-out pairs: accuracy and margin of the implicit rewards before and after, and `kl`: the
 k3 estimate summed over the tokens of the chosen answers. Those are data, not samples of the policy, so it is
@@ -32,7 +33,8 @@ from training.chat import load_tokenizer, template_hash
 from training.checkpoint import Checkpoints
 from training.config_optimize import ON_PAIRS, OptimizeParams
 from training.engine import Engine, connect
-from training.logprobs import AnswerLogprobs, require_head
+from training.heads import require_head
+from training.logprobs import AnswerLogprobs
 from training.losses import PREFERENCE_LOSSES, PreferenceLoss, needs
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
 from training.pairs import Item, mismatched, read

@@ -6,7 +6,8 @@
 One program for RLOO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, REINFORCE++, PPO and online DPO: what distinguishes
 them are three functions by name, ADVANTAGES or TOKEN_ADVANTAGES (advantages.py), POLICY_LOSSES and
 AGGREGATION_OF (losses.py), and here DAPO's dynamic sampling. The reference is the policy itself without its
-adapters. With one update a rollout the old policy is the present one, and nothing is computed twice.
+adapters; a model's own dropout is off. With one update a rollout the old policy is the present one, and
+nothing is computed twice.
 
 In: `model`, `prompts`, `reward` (for learned scores) and `judge` (a guard's second opinion, never trained
 against). Out: model/, metrics, journal. A run that a guard ended publishes its last healthy weights, exits 0,

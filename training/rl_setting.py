@@ -18,8 +18,9 @@ from training.config_optimize import OptimizeParams
 from training.engine import Engine, connect
 from training.experience import Scoring, build_scorers
 from training.generate import BuiltinGenerator, Generator
+from training.heads import require_head
 from training.learner import Learner
-from training.logprobs import AnswerLogprobs, require_head
+from training.logprobs import AnswerLogprobs
 from training.models import (
     autocast,
     load_policy,

@@ -26,7 +26,8 @@ from training.checkpoint import Checkpoints
 from training.config import SftParams
 from training.engine import Engine, connect
 from training.generate import BuiltinGenerator
-from training.logprobs import AnswerLogprobs, require_head
+from training.heads import require_head
+from training.logprobs import AnswerLogprobs
 from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
 from training.reference import Forward, choose_layout
 from training.rundir import RunDir, program

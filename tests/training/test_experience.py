@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,45 @@ def test_normalising_over_the_group_is_gdpo() -> None:
     assert found.reward.tolist() == pytest.approx(summed, abs=1e-5)
 
 
+def test_the_group_is_a_prompts_own_and_cheating_is_paid_after_it() -> None:
+    # deviations of 1, 2, 3 are 1, of 10, 10, 40 17.32: (x - mean) / (std + 1e-4), whitened over all six;
+    # the third answer repeats itself, 3 of 4 words' grams: full evidence costs .5 of what it is worth
+    texts = [*TEXTS[:2], "la " * 200, *TEXTS[1:]]
+    scores = [1.0, 2.0, 3.0, 10.0, 10.0, 40.0]
+    found = scoring([Fixed(("quality",), [[score] for score in scores])], normalise="group")(
+        answers(texts, group=3), 3
+    )
+    groups = [[-1.0, 0.0, 1.0], [-10.0, -10.0, 20.0]]
+    stds = [1.0, math.sqrt(600.0 / 2)]
+    raw = [value / (std + 1e-4) for group, std in zip(groups, stds, strict=True) for value in group]
+    expected = whitened(raw)
+    assert found.detected[2] > 0.9 and found.detected.count_nonzero() == 1
+    expected[2] -= 0.5 * float(found.detected[2])
+    assert found.reward.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_a_floor_a_low_score_is_what_it_is() -> None:
+    found = scoring([Fixed(("quality",), [[-5.0], [1.0]])], cap=-10.0)(answers(TEXTS[:2]), 2)
+    assert found.reward.tolist() == [-5.0, 1.0]
+
+
+def test_length_is_no_cheating_of_its_own() -> None:
+    for limit in (1, 40):
+        found = scoring([Fixed(("quality",), [[1.0], [1.0]])], limit)(answers(TEXTS[:2], length=limit), 2)
+        assert found.detected.tolist() == [0.0, 0.0]
+
+
+def test_an_unknown_answer_pays_nothing_and_an_empty_one_looks_into_its_own_group() -> None:
+    scorer = Fixed(("quality",), [[1.0], [None], [3.0], [7.0], [9.0], [8.0]])
+    texts = [*TEXTS[:3], "", *TEXTS[1:3]]
+    found = scoring([scorer], missing_eos=0.5)(answers(texts, group=3, finished=False), 3)
+    assert found.reward.tolist() == [0.5, 0.0, 2.5, 6.5, 8.5, 7.5]
+    found = scoring([Fixed(("quality",), [[1.0], [None], [3.0], [70.0], [9.0], [8.0]])])(
+        answers(texts, group=3), 3
+    )
+    assert found.reward.tolist() == [1.0, 0.0, 3.0, 8.0, 9.0, 8.0], "the worst of the second group"
+
+
 def test_a_floor_needs_the_scores_own_scale() -> None:
     scorers = ({"kind": "http", "name": "a", "path": "http://x", "floor": 0.0},)
     with pytest.raises(ValueError, match="normalise: batch changes the scale"):
@@ -331,6 +371,20 @@ def test_selecting_and_joining_undo_each_other() -> None:
     assert swapped.scored.reward.tolist() == [0.0, 4.0, 1.0, 2.0]
     assert swapped.trees[0].key == "1"
     assert select(whole, []).trees == []
+
+
+def test_joined_answers_keep_every_token() -> None:
+    short = select(experience(), [1])
+    short = replace(short, mask=short.mask[:, :2], rollout_logp=short.rollout_logp[:, :2])
+    long = select(experience(), [0])
+    for parts in ([long, short], [short, long], [short, long, short]):
+        found = join(parts)
+        assert found.mask.sum() == sum(int(part.mask.sum()) for part in parts)
+        assert found.mask.shape == (2 * len(parts), 4) and found.group == 2
+        assert float(found.rollout_logp.sum()) == pytest.approx(
+            sum(float(part.rollout_logp.sum()) for part in parts)
+        )
+        assert found.scored.calls == 4 * len(parts)
 
 
 # -- building ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from tests.training.tiny import gpt2, llama
 from training.batches import Batch, Tree, collate
@@ -36,22 +37,37 @@ def test_adapters_are_looked_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "temperature"), [("logit_scale", 2.0, 0.5), ("logits_scaling", 4.0, 4.0)]
+    ("name", "value", "temperature"),
+    [("logit_scale", 2.0, 0.5), ("logits_scaling", 4.0, 4.0), ("lm_head_multiplier", 2.0, 0.5)],
 )
 def test_a_scaled_head_is_a_temperature(name: str, value: float, temperature: float) -> None:
-    # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling.
+    # Cohere multiplies its logits by logit_scale, Falcon-H1 by lm_head_multiplier; Granite divides them.
     model = gpt2().double()
     expected = logp_of(model, temperature)
     setattr(model.config, name, value)
     torch.testing.assert_close(logp_of(model), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_capped_head_by_hand() -> None:
+def test_a_trunk_under_another_name_is_found() -> None:
+    """Llama 4's text model says that its trunk is `language_model`, and calls it `model`."""
+    model = Llama4ForCausalLM(
+        Llama4TextConfig(
+            vocab_size=60, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32,
+            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            num_local_experts=2, pad_token_id=1,
+        )
+    )  # fmt: skip
+    assert model.base_model is model and backbone_and_head(model)[0] is model.model
+    assert backbone_and_head(llama())[0].__class__.__name__ == "LlamaModel"
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"])
+def test_a_capped_head_by_hand(name: str) -> None:
     model = gpt2().double()
     logits = model(torch.tensor([TREES[1].prompt + TREES[1].answers[0]])).logits[0, 1:5]
     capped = (0.05 * torch.tanh(logits / 0.05)).log_softmax(-1)
     expected = [capped[at, token].item() for at, token in enumerate(TREES[1].answers[0])]
-    model.config.final_logit_softcapping = 0.05
+    setattr(model.config, name, 0.05)
     assert logp_of(model)[2].tolist() == pytest.approx(expected, abs=1e-12)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from training.batches import Batch, Tree, cannot_share, collate
 from training.config import LoraParams
 from training.decoding import DecodingState
 from training.generate import BuiltinGenerator
-from training.logprobs import answer_logprobs, backbone_and_head, require_head
+from training.heads import require_head
+from training.logprobs import answer_logprobs, backbone_and_head
 from training.models import load_causal, load_policy, merge_and_save
 from training.score import load_backbone
 from training.uncached import Recomputed, why_not
@@ -253,9 +255,23 @@ def save(folder: Path, model: nn.Module) -> Path:
 def test_a_head_that_is_not_known_is_refused(tmp_path: Path) -> None:
     """BERT's decoder puts a dense layer and a norm between its states and its output embeddings."""
     model = build(t.BertConfig(**WIDE, is_decoder=True))
-    with pytest.raises(ConfigurationError, match=r"BertLMHeadModel does something to its logits.*0\.02"):
+    with pytest.raises(
+        ConfigurationError, match=r"BertLMHeadModel does something to its logits.*bound 0\.0001"
+    ):
         require_head(model, tmp_path)
-    require_head(build(MODELS["llama"][0]), tmp_path)
+    # A cap that nobody knows of, hardly more than rounding for logits as small as these.
+    model = build(MODELS["llama"][0])
+    require_head(model, tmp_path)
+    own = model.forward
+    model.forward = lambda **given: SimpleNamespace(logits=50 * torch.tanh(own(**given).logits / 50))
+    with pytest.raises(ConfigurationError, match="no log-probability would be its own"):
+        require_head(model, tmp_path)
+    model.to(torch.bfloat16)
+    require_head(model, tmp_path)
+
+
+def test_a_head_is_asked_as_the_model_will_be_run(tmp_path: Path) -> None:
+    require_head(build(MODELS["mamba"][0]).to(torch.bfloat16), tmp_path)
 
 
 @pytest.mark.parametrize("program", [sft, preference, rl, compare])
