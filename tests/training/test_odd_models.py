@@ -25,7 +25,7 @@ from tests.training.tiny import (
     write_demonstrations,
     write_pairs,
 )
-from training import compare, preference, rl, sft
+from training import compare, preference, rl, rl_setting, sft
 from training.batches import Batch, Tree, cannot_share, collate
 from training.config import LoraParams
 from training.decoding import DecodingState
@@ -281,7 +281,7 @@ def test_every_program_asks_before_it_trusts_a_head(
     def refuse(model: Any, path: Path | str) -> None:
         raise ConfigurationError(f"{path}: asked")
 
-    monkeypatch.setattr(program, "require_head", refuse)
+    monkeypatch.setattr(rl_setting if program is rl else program, "require_head", refuse)
     source, rows = save_policy(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl", 6)
     prompts = [Prompt(prompt=prompt(f"say {n}"), id=str(n), group=str(n)) for n in range(60)]
     (tmp_path / "prompts.jsonl").write_text("".join(map(to_line, prompts)), encoding="utf-8")
