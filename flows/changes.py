@@ -36,7 +36,7 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     asked = dvc.start_status(project)
     try:
         known = read_lock(project)
-        outer = {step.name: reason for step in dag if step.always and (reason := outer(project, step.name))}
+        outer = {step.name: reason for step in dag if step.always and (reason := outer_reason(project, step.name))}
     except BaseException:
         asked.kill()
         raise
@@ -53,7 +53,7 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     return found
 
 
-def outer(project: Path, name: str) -> str:
+def outer_reason(project: Path, name: str) -> str:
     """Why an outer step has to run, "" when it would change nothing."""
     if not stage_folder(project, name).is_dir():
         return NEVER
