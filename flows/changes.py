@@ -36,7 +36,9 @@ def changes(project: Path, dag: Dag) -> dict[str, list[str]]:
     asked = dvc.start_status(project)
     try:
         known = read_lock(project)
-        outer = {step.name: reason for step in dag if step.always and (reason := outer_reason(project, step.name))}
+        outer = {
+            step.name: reason for step in dag if step.always and (reason := outer_reason(project, step.name))
+        }
     except BaseException:
         asked.kill()
         raise
