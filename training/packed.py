@@ -2,8 +2,9 @@
 
 The LM head fits in no cache and is always packed: 57 GFLOP/s were measured where the ordinary layout gave 31
 (64 rows, one thread, 49152 x 576). The other layers are packed where few rows decode many tokens on several
-threads: SmolLM2-135M with 8 rows on two threads took .151 s a token where the ordinary layout took .182; with
-96 rows, or on one thread, nothing is gained (infra/LOG.md). Only plain linear layers in float32 on a CPU are.
+threads of a CPU with AVX2 alone: SmolLM2-135M with 8 rows on two threads took .151 s a token where the
+ordinary layout took .182; with 96 rows, on one thread, or with AVX512, nothing is gained (infra/LOG.md).
+Only plain linear layers in float32 on a CPU are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ MAX_ROWS = 32
 """Answers decoded together up to which the other layers are packed."""
 MIN_TOKENS = 48
 """Tokens an answer from which packing them costs less than it saves: it is done anew for each batch."""
+CAPABILITIES = ("AVX2",)
+"""Where it pays at all: with AVX512 the ordinary layout is as fast, and packing is paid for each batch."""
 MIN_WEIGHTS = 2**16
 """Numbers of a layer from which it is worth packing."""
 LAYOUT_ROWS = 64
@@ -43,7 +46,7 @@ class Packed:
         if usable(head) and head.bias is None and head.weight.shape[0] >= MIN_HEAD:
             head.forward = multiply(self._packed_head(head.weight), None)
             changed.append(head)
-        if rows <= MAX_ROWS and tokens >= MIN_TOKENS and torch.get_num_threads() > 1:
+        if layers_pay(rows, tokens):
             for layer in inner.base_model.modules():
                 if layer is not head and usable(layer) and layer.weight.numel() >= MIN_WEIGHTS:
                     layer.forward = multiply(pack(layer.weight), layer.bias)
@@ -63,6 +66,12 @@ class Packed:
         if known != self._known or self._head is None:
             self._head, self._known = pack(weight), known
         return self._head
+
+
+def layers_pay(rows: int, tokens: int) -> bool:
+    """Whether other layers than the head are packed for a batch of so many answers of so many tokens."""
+    few = rows <= MAX_ROWS and tokens >= MIN_TOKENS and torch.get_num_threads() > 1
+    return few and torch.backends.cpu.get_cpu_capability() in CAPABILITIES
 
 
 def usable(layer: Any) -> bool:

@@ -349,6 +349,7 @@ def test_packed_layers_give_the_same_answers_and_leave(
     expected = generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
     monkeypatch.setattr("training.packed.MIN_TOKENS", 8)
     monkeypatch.setattr("training.packed.MIN_WEIGHTS", 1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     calls = counted_products(monkeypatch)
     try:
         torch.set_num_threads(2)
@@ -356,6 +357,9 @@ def test_packed_layers_give_the_same_answers_and_leave(
         used = len(calls)
         for few, tokens in ((3, 7), (9, 8)):  # short answers; 36 answers at a time
             generator(model).generate(prompts(4), few, max_new_tokens=tokens, temperature=1.0)
+        with monkeypatch.context() as wider:
+            wider.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+            generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
         torch.set_num_threads(1)
         generator(model).generate(prompts(4), 3, max_new_tokens=8, temperature=1.0)
     finally:
