@@ -92,6 +92,11 @@ def _gate_intake(intake: Intake, params: DataParams, quarantine: Quarantine) -> 
     pairs = intake.pair_groups.total()
     if pairs < params.min_pairs:
         why = f" Refused, for example: {worst}." if worst else ""
+        others = ", ".join(f"{n} {kind}" for kind, n in sorted(total.kept.items()) if kind != "preference")
+        why += f" Kept were besides: {others}." if others else ""
+        if intake.notices:
+            (file, message), seen = max(intake.notices.items(), key=lambda item: item[1].rows)
+            why += f" Noticed in {file}, {seen.rows} times: {message}."
         raise DataError(
             f"{pairs} preference pairs were kept, the floor is {params.min_pairs} (data.min_pairs).{why} "
             "Give more pairs, or lower the bound (0 admits data without pairs)"

@@ -38,6 +38,7 @@ from data.readers_chat import (
     read_preference,
     read_prompt,
     read_stepwise,
+    scores_of,
 )
 from data.readers_fields import Fields, turns_of
 from data.readers_json import BOM, RawRow, bounded_lines, parse_object, read_json, read_jsonl
@@ -48,6 +49,7 @@ Purpose = Literal["files", "prompts", "eval_prompts"]
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_ANSWER = re.compile(r"(answer|response|completion|output|candidate|generation)", re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{\{\s*[a-z_]+\s*\}\}")
 
 
@@ -113,10 +115,25 @@ def _read_row(
         reading = _open_ended(fields) if purpose != "files" and _is_plain_chat(fields) else shape.read(fields)
         for item in reading:
             yield shape_name, _judged(item, label, row.line, params, purpose)
-            if isinstance(item, Draft) and any(_PLACEHOLDER.search(answer) for answer in item.answers):
-                yield shape_name, Notice(label, row.line, "an answer has an unfilled {{placeholder}}")
+            if isinstance(item, Draft):
+                for message in _oddities(item, purpose):
+                    yield shape_name, Notice(label, row.line, message)
     except Fault as fault:
         yield shape_name, _refusal(fault, label, row.line)
+
+
+def _oddities(draft: Draft, purpose: Purpose) -> Iterator[str]:
+    if any(_PLACEHOLDER.search(answer) for answer in draft.answers):
+        yield "an answer has an unfilled {{placeholder}}"
+    if draft.kind == "preference" and (scores := scores_of(draft.extra)) and scores[1] < scores[2]:
+        yield f"the rejected answer has the higher score ({scores[0]}), and is taken as rejected all the same"
+    if draft.kind != "prompt" or purpose != "files":
+        return
+    if answers := [key for key in draft.extra if _ANSWER.match(key)]:
+        yield (
+            f"read as a prompt alone, the answers in {', '.join(answers[:4])} are not used; name the columns "
+            "in data.columns (chosen and rejected, or answer), or write the rows as pairs"
+        )
 
 
 def _refuse_half_a_pair(fields: Fields) -> None:

@@ -7,7 +7,7 @@ SHAPES (data.readers); the first that fits decides.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue
 
@@ -25,6 +25,12 @@ _PROMPT_KEYS = (
     "forbidden_prompt",
 )
 _SLICE_KEYS = ("slice", "category", "type", "FunctionalCategory")
+_SCORE_KEYS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+    ("rating_chosen", "rating_rejected"),
+)
 _ANSWER_KEYS = ("answer", "completion", "response", "output")
 
 
@@ -92,8 +98,29 @@ def _pair(fields: Fields, chosen: tuple[Turns, str], rejected: tuple[Turns, str]
         raise Fault(
             "prompt_mismatch", "rejected", f"the two sides have different prompts ({turns} before the answer)"
         )
+    _refuse_tie(fields)
     meta = fields.meta(*META)
     return Draft("preference", chosen[0], (chosen[1], rejected[1]), meta=meta, extra=fields.rest())
+
+
+def scores_of(row: Mapping[str, JsonValue]) -> tuple[str, float, float] | None:
+    """(name, of the chosen answer, of the rejected one) where the row gives both a number."""
+    for name, other in _SCORE_KEYS:
+        chosen, rejected = row.get(name), row.get(other)
+        if _is_number(chosen) and _is_number(rejected):
+            return name, float(str(chosen)), float(str(rejected))
+    return None
+
+
+def _is_number(value: JsonValue) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse_tie(fields: Fields) -> None:
+    """Which of two answers with equal scores is called chosen was left to chance."""
+    scores = scores_of(fields.row)
+    if scores is not None and scores[1] == scores[2]:
+        raise Fault("tie", scores[0], f"both answers have the score {scores[1]:g}")
 
 
 def _implied_prompt(chosen: str, rejected: str) -> tuple[Turns, tuple[str, str]]:
@@ -245,12 +272,15 @@ def _single(fields: Fields, prompt: Turns, answer: str) -> Draft:
 
 
 def _label(value: JsonValue) -> bool:
-    words: dict[JsonValue, bool] = {"true": True, "1": True, "false": False, "0": False}
+    words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in words:  # A table has no other way to say it.
         return words[value.strip().lower()]
-    if isinstance(value, int) and value in (0, 1):
+    if isinstance(value, int | float) and value in (
+        0,
+        1,
+    ):  # 1.0 and 0.0: a table with gaps.
         return bool(value)
     raise Fault("not_label", "label", f"must be true or false, is {type_name(value)}", value)
 

@@ -366,6 +366,15 @@ def test_too_few_pairs_stop_the_stage_at_the_floor(project: Project) -> None:
         project.run(source, min_pairs=21)
 
 
+def test_pairs_whose_columns_are_not_known_are_named_at_the_floor(project: Project) -> None:
+    rows = [{"prompt": f"Is {n} prime?", "response_1": "yes", "response_2": "no"} for n in range(30)]
+    with pytest.raises(DataError) as caught:
+        project.run(project.file("rows.jsonl", rows), min_pairs=10)
+    message = str(caught.value)
+    assert "0 preference pairs were kept" in message and "Kept were besides: 30 prompt." in message
+    assert "rows.jsonl, 30 times: read as a prompt alone" in message and "response_1, response_2" in message
+
+
 def test_agreement_below_its_bound_stops_the_stage(project: Project) -> None:
     rows = pairs(20)
     rows[0]["votes"] = [3, 1]

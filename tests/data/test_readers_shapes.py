@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data.checks import REASONS
+from data.readers import Notice
 from data.records import Demonstration, Feedback, Preference, Prompt, StepLabels
 from tests.data.samples import Row, pair, read, records, refusals, write_jsonl
 
@@ -94,6 +95,29 @@ def test_half_a_pair_is_no_prompt(one: Any, half: str) -> None:
     assert one({"prompt": "What is 2 + 2?", half: "4"}, purpose="prompts").id
 
 
+@pytest.mark.parametrize("names", ["score_chosen score_rejected", "chosen_rating rejected_rating"])
+def test_scores_beside_a_pair_are_heeded(one: Any, tmp_path: Path, names: str) -> None:
+    chosen, rejected = names.split()
+    row = {"prompt": "Why?", "chosen": [ASK, TELL], "rejected": [ASK, DENY], chosen: 3}
+    assert one({**row, rejected: 3.0}) == "tie"
+    assert one({**row, rejected: 2}).extra == {chosen: 3, rejected: 2}
+    assert one({**row, rejected: None}).id == one({**row, rejected: "3"}).id
+    items = read(write_jsonl(tmp_path / "row.jsonl", [{**row, rejected: 5}, {**row, rejected: 1}]))
+    assert len(records(items)) == 2
+    assert [(item.line, item.message) for item in items if isinstance(item, Notice)] == [
+        (1, f"the rejected answer has the higher score ({chosen}), and is taken as rejected all the same")
+    ]
+
+
+@pytest.mark.parametrize("more", [{"response_0": "a", "response_1": "b"}, {"answers": [{"rank": 1}]}])
+def test_answers_under_other_names_are_told_and_not_lost_silently(tmp_path: Path, more: Row) -> None:
+    path = write_jsonl(tmp_path / "row.jsonl", [{"prompt": "Why?", **more}, {"prompt": "Who?"}])
+    notices = [item for item in read(path) if isinstance(item, Notice)]
+    assert [item.line for item in notices] == [1]
+    assert f"the answers in {', '.join(more)} are not used; name the columns" in notices[0].message
+    assert not [item for item in read(path, "prompts") if isinstance(item, Notice)]
+
+
 def test_sides_with_different_histories_are_refused(one: Any) -> None:
     other = [{"role": "user", "content": "How?"}, DENY]
     assert one({"chosen": [ASK, TELL], "rejected": other}) == "prompt_mismatch"
@@ -106,6 +130,10 @@ def test_trl_unpaired_completion_and_prompt_only(one: Any) -> None:
     assert isinstance(one({"messages": [ASK, TELL]}), Demonstration)
     assert isinstance(one({"prompt": [ASK]}), Prompt)
     assert one({"prompt": "Why?", "completion": "Because.", "label": "maybe"}) == "not_label"
+    assert one({"prompt": "Why?", "completion": "Because.", "label": 0.5}) == "not_label"
+    for yes, no in ((1, 0), (1.0, 0.0), ("True", "false"), ("1.0", "0.0")):  # As tables write them.
+        assert one({"prompt": "Why?", "completion": "Because.", "label": yes}).label is True
+        assert one({"prompt": "Why?", "completion": "Because.", "label": no}).label is False
     assert one({"text": "The sky is blue."}) == "unknown_shape"
 
 
