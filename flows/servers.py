@@ -36,6 +36,7 @@ _LOOK_SECONDS = 1.0
 _ASK_EVERY = 15
 _PATIENCE_SECONDS = 60.0
 _REVIVALS = 3
+_DAMAGED = ("file is not a database", "database disk image is malformed")
 _HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 
 
@@ -167,9 +168,10 @@ def _start(project: Path, place: Place) -> Server:
         how = f"was killed by signal {-code} while it started, {_STARTS} times (want of memory?)"
     else:
         how = f"ended with code {code} while it started"
-    raise InfrastructureError(
-        f"the {place.kind} server {how} (log {place.log}); its last words: " + (" / ".join(words) or "none")
-    )
+    said = " / ".join(words) or "none"
+    if place.kind == "prefect" and any(word in said for word in _DAMAGED):
+        how += f", for {place.log.with_name('prefect.db')} is damaged: move it away, it is history alone"
+    raise InfrastructureError(f"the {place.kind} server {how} (log {place.log}); its last words: {said}")
 
 
 def _keeper(project: Path, place: Place) -> subprocess.Popen[bytes]:

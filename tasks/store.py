@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from data.errors import InfrastructureError
 from tasks.places import home, read_json, write_json
 
 EXPERIMENT = "plumbline"
@@ -56,6 +57,7 @@ def prepare(project: Path, create: Callable[[], None]) -> None:
         return
     marker = home(project) / "store.json"
     here = str(home(project))
+    _refuse_damage(project)
     if _is_ready(project, marker):
         return
     with lock(project, "store"):
@@ -71,8 +73,31 @@ def prepare(project: Path, create: Callable[[], None]) -> None:
 
 
 def _is_ready(project: Path, marker: Path) -> bool:
-    here = str(home(project))
-    return marker.is_file() and database(project).is_file() and read_json(marker).get("home") == here
+    here, file = str(home(project)), database(project)
+    made = marker.is_file() and file.is_file() and file.stat().st_size > 0
+    return made and read_json(marker).get("home") == here
+
+
+def _refuse_damage(project: Path) -> None:
+    """Nothing that is built on the store says more of a damaged file than that it could not be opened."""
+    if database(project).is_file():
+        with contextlib.suppress(sqlite3.OperationalError):  # Busy, or not yet set up.
+            _select(project, "SELECT count(*) FROM sqlite_master", ())
+
+
+def _select(project: Path, query: str, values: Sequence[str]) -> list[tuple[str, ...]]:
+    """Rows of the SQLite file; sqlite3.OperationalError where it is busy or has no such table."""
+    file = database(project)
+    try:
+        with contextlib.closing(sqlite3.connect(file, timeout=_BUSY_SECONDS)) as connection:
+            return [tuple(map(str, row)) for row in connection.execute(query, values)]
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError as error:
+        raise InfrastructureError(
+            f"{file}: the store of runs and registered models is damaged ({error}); restore it from a copy, "
+            "or move it away (the history of runs and the registry then begin anew)"
+        ) from error
 
 
 def rows(project: Path, query: str, values: Sequence[str]) -> list[tuple[str, ...]] | None:
@@ -88,9 +113,8 @@ def rows(project: Path, query: str, values: Sequence[str]) -> list[tuple[str, ..
     if not _is_ready(project, home(project) / "store.json"):
         return None
     try:
-        with contextlib.closing(sqlite3.connect(database(project), timeout=_BUSY_SECONDS)) as connection:
-            return [tuple(map(str, row)) for row in connection.execute(query, values)]
-    except sqlite3.Error:
+        return _select(project, query, values)
+    except sqlite3.OperationalError:
         return None
 
 

@@ -131,6 +131,15 @@ def test_a_keeper_that_is_killed_while_it_starts_is_started_once_more(project: P
     assert len(killed) == kills
 
 
+def test_a_damaged_history_of_flow_runs_is_named_with_its_remedy(project: Path) -> None:
+    history = project / ".plumbline" / "prefect" / "prefect.db"
+    history.parent.mkdir(parents=True)
+    history.write_bytes(b"no data base" * 1000)
+    said = r"prefect\.db is damaged: move it away"
+    with pytest.raises(InfrastructureError, match=said), servers.server(project, "prefect"):
+        raise AssertionError("it can not have started")
+
+
 def test_a_keeper_that_ends_by_itself_is_told_at_once(project: Path) -> None:
     (project / ".plumbline").mkdir()
     (project / ".plumbline" / "prefect").mkdir()
