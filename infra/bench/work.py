@@ -65,7 +65,7 @@ def pair_rows(spec: dict[str, Any]) -> list[Any]:
         if [turn["role"] for turn in turns] != wanted[: len(turns)] or len(turns) % 2 == 0:
             continue
         if chosen and rejected and chosen != rejected:
-            prompt = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+            prompt = tuple(Message.model_validate(turn) for turn in turns)
             found.append(
                 Preference(prompt=prompt, id=f"{number:016x}", group="", chosen=chosen, rejected=rejected)
             )
