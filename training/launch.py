@@ -48,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.processes < 1:
         print(f"--processes must be >= 1, is {options.processes}", file=sys.stderr)
         return exit_code(ConfigurationError())
+    if not options.workdir.is_dir():
+        print(f"{options.workdir}: no such work folder; name one with a config.json", file=sys.stderr)
+        return exit_code(ConfigurationError())
     _forward_stop_signals()
     _environment()
     if options.hostfile:
