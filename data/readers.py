@@ -234,10 +234,11 @@ def files_in(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir() and not _is_saved_dataset(path):
-        if saved := [name for name in files_below(path) if Path(name).name in _SAVED]:
-            below = ", ".join(dict.fromkeys(str((path / name).parent) for name in saved[:5]))
-            raise DataError(f"{source}: the folder holds saved data sets; name each of them: {below}")
-        found = [path / name for name in files_below(path) if _is_read(name)]
+        below = files_below(path)
+        if saved := [name for name in below if Path(name).name in _SAVED]:
+            folders = ", ".join(dict.fromkeys(str((path / name).parent) for name in saved[:5]))
+            raise DataError(f"{source}: the folder holds saved data sets; name each of them: {folders}")
+        found = [path / name for name in below if _is_read(name)]
         if not found:
             raise DataError(
                 f"{source}: no file with one of {', '.join(SUFFIXES)} in the folder (hidden ones are not "

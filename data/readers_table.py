@@ -20,7 +20,7 @@ from data.hub import reachable
 from data.readers_json import BOM, RawRow, bounded_lines, oversize
 
 if TYPE_CHECKING:
-    from pyarrow import MemoryMappedFile, RecordBatch
+    from pyarrow import RecordBatch
 
 _TYPED_COLUMNS = ("votes", "weight", "disputed")
 _BATCH = 64
@@ -145,56 +145,56 @@ def _cell(name: str, cell: str) -> JsonValue:
 
 
 def read_parquet(path: Path, limit: int) -> Iterator[RawRow]:
-    """Rows of a Parquet file, batch by batch; `line` is the row's number."""
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            _named(table.schema_arrow.names)
-            for batch in table.iter_batches(batch_size=_BATCH):
-                for row in _rows_of(batch):
-                    number += 1
-                    yield _plain(number, row, limit)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"the Parquet file can not be read beyond row {number} ({error}); fetch or write it again"
-        ) from error
+    """Rows of a Parquet file."""
+    return _read_batches(_parquet_batches(path), "Parquet", limit)
 
 
 def read_arrow(path: Path, limit: int) -> Iterator[RawRow]:
     """Rows of an Arrow file (Feather version 2 is one) or of a stored Arrow stream."""
+    return _read_batches(_arrow_batches(path), "Arrow", limit)
+
+
+def _read_batches(batches: Iterator[RecordBatch], kind: str, limit: int) -> Iterator[RawRow]:
+    """Rows, a few at a time; `line` is the row's number. The file is opened when the first is asked for."""
     import pyarrow
 
     number = 0
     try:
-        with pyarrow.memory_map(str(path)) as source:
-            for batch in _arrow_batches(source):
-                for start in range(0, batch.num_rows, _BATCH):
-                    for row in _rows_of(batch.slice(start, _BATCH)):
-                        number += 1
-                        yield _plain(number, row, limit)
+        for batch in batches:
+            for start in range(0, batch.num_rows, _BATCH):
+                for row in _rows_of(batch.slice(start, _BATCH)):
+                    number += 1
+                    yield _plain(number, row, limit)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"the Arrow file can not be read beyond row {number} ({error}); fetch or write it again"
+            f"the {kind} file can not be read beyond row {number} ({error}); fetch or write it again"
         ) from error
 
 
-def _arrow_batches(source: MemoryMappedFile) -> Iterator[RecordBatch]:
-    from pyarrow import ArrowInvalid, ipc
+def _parquet_batches(path: Path) -> Iterator[RecordBatch]:
+    import pyarrow.parquet
 
-    try:
-        table = ipc.open_file(source)
-    except ArrowInvalid:
-        source.seek(0)
-        stream = ipc.open_stream(source)
-        _named(stream.schema.names)
-        yield from stream
-        return
-    _named(table.schema.names)
-    for at in range(table.num_record_batches):
-        yield table.get_batch(at)
+    with pyarrow.parquet.ParquetFile(path) as table:
+        _named(table.schema_arrow.names)
+        yield from table.iter_batches(batch_size=_BATCH)
+
+
+def _arrow_batches(path: Path) -> Iterator[RecordBatch]:
+    import pyarrow
+    from pyarrow import ipc
+
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            table = ipc.open_file(source)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            stream = ipc.open_stream(source)
+            _named(stream.schema.names)
+            yield from stream
+            return
+        _named(table.schema.names)
+        for at in range(table.num_record_batches):
+            yield table.get_batch(at)
 
 
 def read_dataset(name: str, hub: HubParams, limit: int) -> Iterator[RawRow]:

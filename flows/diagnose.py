@@ -56,12 +56,12 @@ def _evidence(answer: Answer) -> str:
 
 
 def _conclusion(facts: Facts, answers: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
+    decision = _decision(facts)
     if not found:
         asked = [answer for answer in answers if answer.verdict == "suspicious"]
-        head = _decision(facts) or "No cause found."
+        head = decision or "No cause found."
         look = "; ".join(f"{answer.branch}: {answer.node.question}" for answer in asked)
         return [head, f"Worth a look: {look}"] if asked else [head]
-    decision = _decision(facts)
     lines = [f"{decision} Weak points all the same:" if facts.promoted else decision] if decision else []
     for number, answer in enumerate(found):
         head = "Cause" if number == 0 else "Also"

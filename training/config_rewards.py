@@ -84,6 +84,14 @@ class RewardsParams(Section):
     timeout: float = Field(10.0, gt=0, description="seconds a call may take")
     error_limit: float = Field(0.1, ge=0, le=1, description="share of failed scores that ends the run")
 
+    @property
+    def padded_from(self) -> float:
+        """Times the typical length from which an answer counts as padded, 0: never. A function that checks an
+        answer is not won by padding, and reasoning may grow there."""
+        if self.length_factor is not None:
+            return self.length_factor
+        return 0.0 if all(scorer.kind == "function" for scorer in self.scorers) else 3.0
+
     @model_validator(mode="after")
     def _padding(self) -> Self:
         if self.length_factor is not None and 0 < self.length_factor < 1:

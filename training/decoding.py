@@ -79,7 +79,7 @@ class DecodingState:
         names = inspect.signature(backbone.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
         self._takes_positions = "position_ids" in names
-        self._plain = cannot_share(backbone) is not None
+        self.plain = cannot_share(backbone) is not None
         """Recurrent layers, sliding windows and the like: transformers' own cache and masks."""
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
@@ -91,7 +91,7 @@ class DecodingState:
     ) -> tuple[Float[Tensor, "N V"], list[Tensor]]:
         """Logits of each answer's first token. `seen`: where the trunk's states of a forward pass turn up, if
         they are recorded; those of the prompts are taken from there and returned, one a prompt."""
-        if self._plain:
+        if self.plain:
             return self._prefill_plain(prompts, group, room), []
         self._width = max(map(len, prompts))
         count = len(prompts) * group
@@ -171,7 +171,7 @@ class DecodingState:
         self._width += 1
         mask = self._mask[:, : self._width]
         hidden = self._forward(
-            token[:, None], self._next[:, None], mask if self._plain else mask[:, None, None], self._cache
+            token[:, None], self._next[:, None], mask if self.plain else mask[:, None, None], self._cache
         )
         self._next = self._next + 1
         return self._head(hidden[:, -1])
@@ -179,7 +179,7 @@ class DecodingState:
     def keep(self, order: Int[Tensor, " K"]) -> None:
         """Goes on with these rows, in this order."""
         for layer in self._cache.layers:
-            if self._plain:
+            if self.plain:
                 layer.reorder_cache(order)
             else:
                 layer.keep(order)

@@ -66,8 +66,6 @@ class Scored(NamedTuple):
     first_error: str
 
 
-LENGTH_FACTOR = 3.0
-"""Default of `rewards.length_factor` where a learned or remote scorer can be won by padding."""
 FEW_TOKENS = 16.0
 """Where answers are shorter at the start, this counts as typical: a sentence is not padding."""
 PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition", "judge_directed")
@@ -113,7 +111,7 @@ class Scoring:
 
     def _faults(self, answer: Answered) -> rewards.Cheating:
         prompt = "\n".join(message.content for message in answer.prompt.prompt)
-        factor = length_factor(self.params)
+        factor = self.params.padded_from
         padded = 0.0
         if factor and self.typical is not None:
             padded = rewards.padding(answer.length, max(self.typical, FEW_TOKENS), factor)
@@ -158,14 +156,6 @@ class Scoring:
         worst = full.amin(1, keepdim=True).expand_as(full).flatten()
         reward = torch.where(empty, torch.minimum(reward, worst), reward)
         return torch.where(known, reward, 0.0)
-
-
-def length_factor(params: RewardsParams) -> float:
-    """Times the typical length from which an answer counts as padded; 0: never. A function that checks an
-    answer is not won by padding, and reasoning may grow there: where all scorers are functions, it is off."""
-    if params.length_factor is not None:
-        return params.length_factor
-    return 0.0 if all(scorer.kind == "function" for scorer in params.scorers) else LENGTH_FACTOR
 
 
 def column_of(parts: Sequence[Sequence[Outcome]]) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:

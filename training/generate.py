@@ -24,7 +24,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from data.errors import DivergenceError
-from training.batches import cannot_share
 from training.decoding import DecodingState
 from training.logprobs import Head, backbone_and_head
 from training.models import is_lora
@@ -221,8 +220,9 @@ class BuiltinGenerator:
 
     def _state(self, backbone: nn.Module, head: Head) -> DecodingState | Recomputed:
         """A cache, where it gives the trainer's numbers."""
-        if cannot_share(backbone) is None:
-            return DecodingState(backbone, head, self._pad)
+        state = DecodingState(backbone, head, self._pad)
+        if not state.plain:
+            return state
         if self._uncached is None:
             self._uncached = why_not(DecodingState, backbone, head, self._pad)
             if self._uncached:
@@ -231,7 +231,7 @@ class BuiltinGenerator:
                     "the whole sequence anew",
                     flush=True,
                 )
-        return (Recomputed if self._uncached else DecodingState)(backbone, head, self._pad)
+        return Recomputed(backbone, head, self._pad) if self._uncached else state
 
 
 def choose(

@@ -75,17 +75,15 @@ class Shelf:
     def _after(self, start: int, end: int) -> Callable[..., None]:
         """What lets go of the whole pages between two places."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-
-        def let_go(*given: object) -> None:
-            if first < last and hasattr(mmap, "MADV_DONTNEED"):
-                self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-        return let_go
+        return lambda *given: self._let_go(first, last)
 
     def release(self) -> None:
         """Lets go of the memory, not of the weights."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        self._let_go(0, len(self._map))
+
+    def _let_go(self, first: int, last: int) -> None:
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -21,11 +21,7 @@ from training.generate import BuiltinGenerator, Generator
 from training.heads import require_head
 from training.learner import Learner
 from training.logprobs import AnswerLogprobs
-from training.models import (
-    autocast,
-    load_policy,
-    reference,
-)
+from training.models import autocast, load_policy, reference
 from training.rundir import RunDir
 from training.score import ScoreModel
 from training.trunk import Trunk
