@@ -200,7 +200,7 @@ RULES: tuple[Rule, ...] = (
 
 def dead(params: Params) -> Iterator[str]:
     """Each dead setting as `key (why)`, in the order of the file."""
-    default = flat(Params().model_dump())
+    default = flat(Params(optimize=OptimizeParams(algorithm=params.optimize.algorithm)).model_dump())
     for key, value in flat(params.model_dump()).items():
         if key in default and default[key] == value:
             continue

@@ -43,6 +43,9 @@ class GuardParams(Section):
     clipped: float | None = Field(0.95, gt=0, le=1, description="share of answers cut at max_new_tokens")
     zero_variance: float | None = Field(0.95, gt=0, le=1, description="share of groups with equal rewards")
     empty: float | None = Field(0.3, gt=0, le=1, description="share of empty answers")
+    unjudged: float | None = Field(
+        0.5, gt=0, le=1, description="share of answers without a reward: scorers say `invalid`, or fail"
+    )
     grad_norm: float | None = Field(
         20.0, gt=1, description="gradient norm over its running median, as a factor"
     )

@@ -42,8 +42,14 @@ class KlParams(Section):
 class ClipParams(Section):
     """Bounds of the policy ratio and the value's move [1707.06347]."""
 
-    low: float = Field(0.2, gt=0, lt=1, description="ratio may fall to 1 - low")
-    high: float = Field(0.2, gt=0, description="ratio may rise to 1 + high; .28 in DAPO [2503.14476]")
+    low: float = Field(
+        0.2, gt=0, lt=1, description="ratio may fall to 1 - low; left out, gspo has 3e-4 [2507.18071]"
+    )
+    high: float = Field(
+        0.2,
+        gt=0,
+        description="ratio may rise to 1 + high; left out, dapo has .28 [2503.14476], gspo 4e-4 [2507.18071]",
+    )
     dual: float | None = Field(
         None, gt=1, description="dual clip's bound for negative advantages; 3 is usual"
     )
@@ -139,6 +145,13 @@ IN_LOSS: frozenset[str] = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo"}
 deviation of the group, and beta would mean another thing for each prompt."""
 ON_PAIRS: frozenset[str] = frozenset({"dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo"})
 
+BY_PAPER: dict[str, dict[str, Any]] = {
+    "dapo": {"beta": 0.0, "clip": {"high": 0.28}},  # [2503.14476]
+    # The ratio of an answer is the mean over its tokens, so it moves far less than a token's [2507.18071].
+    "gspo": {"clip": {"low": 3e-4, "high": 4e-4}},
+}
+"""Defaults of an algorithm's paper that are others than the field's, for keys that are left out."""
+
 
 class OptimizeParams(Section):
     """The policy against a reward, or against pairs."""
@@ -206,9 +219,13 @@ class OptimizeParams(Section):
     @classmethod
     def _by_paper(cls, values: Any) -> Any:
         """What is left out and has another default in the algorithm's paper."""
-        if isinstance(values, dict) and values.get("algorithm") == "dapo":
-            return {"beta": 0.0, **values}
-        return values
+        if not isinstance(values, dict):
+            return values
+        papers = BY_PAPER.get(str(values.get("algorithm")), {})
+        given = values.get("clip", {})
+        if isinstance(given, dict) and "clip" in papers:
+            values = {**values, "clip": {**papers["clip"], **given}}
+        return {**papers, **values}
 
     @property
     def kl_where(self) -> Literal["reward", "loss"]:

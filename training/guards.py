@@ -188,6 +188,12 @@ def empty(history: History, watch: Watch) -> Seen | None:
     return _over(history, watch, "empty", watch.bounds.empty)
 
 
+def unjudged(history: History, watch: Watch) -> Seen | None:
+    """Share of answers without a reward, since a scorer failed or said that it can't judge them: they teach
+    nothing."""
+    return _over(history, watch, "scorer_invalid", watch.bounds.unjudged)
+
+
 def _over(history: History, watch: Watch, name: str, bound: float | None) -> Seen | None:
     value = recent(history, name, watch.bounds.window)
     if bound is None or value is None or value <= bound:
@@ -269,6 +275,7 @@ GUARDS: dict[str, tuple[Detector, Action]] = {
     "grad_norm": (grad_norm, "lower_lr"),
     "value_loss": (value_loss, "lower_lr"),
     "empty": (empty, "stop"),
+    "unjudged": (unjudged, "stop"),
     "copying": (copying, "stop"),
     "judge_directed": (judge_directed, "stop"),
     "phrase": (phrase, "warn"),

@@ -2,8 +2,9 @@
 
 An outcome is a score, `invalid` (the scorer says that it can't judge this answer), or `error` (it failed). A
 failure never becomes a zero: the answer is masked, the failure counted apart from what is invalid, and too
-large a share of failures ends the run, with the first traceback kept. Functions and services are called in a
-process of their own that is killed at the time limit (training/worker.py).
+large a share of failures (rewards.error_limit) or of answers without a reward (guards.unjudged) ends the run,
+with the first traceback kept. Functions and services are called in a process of their own that is killed at
+the time limit (training/worker.py).
 
     def my_check(prompt: list[dict[str, str]], answer: str, reference: str | None, extra: dict[str, Any])
         -> float | None: ...

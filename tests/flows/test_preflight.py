@@ -151,6 +151,11 @@ def test_a_setting_is_dead_only_where_nobody_reads_it(
     assert len(told(gone)) == 1
 
 
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "rloo", "kto"])
+def test_a_default_of_the_algorithm_is_no_dead_setting(algorithm: str) -> None:
+    assert list(dead(Params.model_validate({"optimize": {"algorithm": algorithm}}))) == []
+
+
 def test_dead_settings_outside_optimize() -> None:
     def told(**params: Any) -> list[str]:
         return [text.split(" (")[0] for text in dead(Params.model_validate(params))]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from training import config, config_guards, config_optimize, config_rewards
 from training.config import EngineParams, RewardParams, Section, SftParams
 from training.config_guards import GuardParams
-from training.config_optimize import OptimizeParams
+from training.config_optimize import ClipParams, OptimizeParams
 from training.config_rewards import RewardsParams, ScorerParams
 from training.guards import GUARDS
 
@@ -109,6 +109,26 @@ def test_kl_goes_where_the_algorithm_has_it(values: dict[str, Any], expected: tu
     assert (params.kl_where, params.kl_estimator, params.beta) == expected
     again = OptimizeParams.model_validate(json.loads(params.model_dump_json()))
     assert again == params
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        *(({"algorithm": name}, 0.2, 0.2) for name in ("ppo", "rloo", "grpo", "cispo", "dpo")),
+        ({"algorithm": "dapo"}, 0.2, 0.28),
+        ({"algorithm": "gspo"}, 3e-4, 4e-4),
+        ({"algorithm": "gspo", "clip": {"high": 0.01}}, 3e-4, 0.01),
+        ({"algorithm": "gspo", "clip": {"low": 0.2, "high": 0.2}}, 0.2, 0.2),
+        ({"algorithm": "dapo", "clip": {"dual": 3.0}}, 0.2, 0.28),
+        ({"algorithm": "dapo", "clip": ClipParams()}, 0.2, 0.2),
+    ],
+)
+def test_a_clip_that_is_left_out_is_that_of_the_paper(
+    values: dict[str, Any], low: float, high: float
+) -> None:
+    params = OptimizeParams.model_validate(values)
+    assert (params.clip.low, params.clip.high) == (low, high)
+    assert OptimizeParams.model_validate(json.loads(params.model_dump_json())) == params
 
 
 def test_every_guard_can_be_given_an_action_and_the_bounds_of_a_run_on_pairs_are_not_read() -> None:

@@ -12,9 +12,9 @@ from training.guards import GUARDS, SEVERITY, Finding, Seen, Watch, decide, rece
 WINDOW = 3
 HEALTHY = {
     "reward": 0.5, "kl": 0.2, "length": 40.0, "length_corr": 0.1, "repetition": 0.02, "entropy": 2.0,
-    "clipped": 0.2, "zero_variance": 0.0, "empty": 0.0, "grad_norm": 1.0, "value_loss": 0.5,
-    "scorer_errors": 0.0, "loss": 0.1, "repeated_tokens": 0.05, "copied": 0.1, "judge_directed": 0.05,
-    "phrase": 0.1, "rollout_gap": 0.02, "reference_gap": 0.0,
+    "clipped": 0.2, "zero_variance": 0.0, "empty": 0.0, "scorer_invalid": 0.0, "grad_norm": 1.0,
+    "value_loss": 0.5, "scorer_errors": 0.0, "loss": 0.1, "repeated_tokens": 0.05, "copied": 0.1,
+    "judge_directed": 0.05, "phrase": 0.1, "rollout_gap": 0.02, "reference_gap": 0.0,
 }  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def test_a_healthy_run_is_left_alone_at_every_length() -> None:
         ("clipped", {"clipped": 0.97}, {"clipped": 0.94}),
         ("zero_variance", {"zero_variance": 0.97}, {"zero_variance": 0.94}),
         ("empty", {"empty": 0.31}, {"empty": 0.29}),
+        ("unjudged", {"scorer_invalid": 0.51}, {"scorer_invalid": 0.49}),
         ("length_corr", {"length_corr": 0.7, "length": 50.0}, {"length_corr": 0.7}),
         ("length_corr", {"length_corr": -0.7, "length": 30.0}, {"length_corr": -0.7, "length": 50.0}),
         ("length_corr", {"length_corr": 0.7, "length": 50.0}, {"length_corr": 0.5, "length": 50.0}),
@@ -110,11 +111,11 @@ def test_a_generator_that_was_exact_may_differ_by_the_least_gap() -> None:
 @pytest.mark.parametrize(
     "guard",
     ["kl", "gap", "length", "length_corr", "repetition", "entropy", "clipped", "zero_variance", "empty",
-     "grad_norm", "value_loss", "copying", "judge_directed", "phrase", "stale", "reference"],
+     "unjudged", "grad_norm", "value_loss", "copying", "judge_directed", "phrase", "stale", "reference"],
 )  # fmt: skip
 def test_a_null_bound_turns_a_guard_off(guard: str) -> None:
     names = ("kl", "repetition", "repeated_tokens", "clipped", "zero_variance", "empty", "copied",
-             "judge_directed", "phrase", "rollout_gap", "reference_gap")  # fmt: skip
+             "judge_directed", "phrase", "rollout_gap", "reference_gap", "scorer_invalid")  # fmt: skip
     everything = {name: [1e9] * WINDOW for name in names}
     history = run(**everything, length=[1e9] * WINDOW, length_corr=[0.99] * WINDOW, entropy=[0.0] * WINDOW,
                   grad_norm=[1e9], value_loss=[1e9])  # fmt: skip
