@@ -31,7 +31,7 @@ from tasks.params import Params, load, parse
 from tasks.places import home
 from tasks.publish import check_writable
 from training.config_optimize import ON_PAIRS
-from training.models import cpu_gains_by_bf16, resolve
+from training.device import cpu_gains_by_bf16, resolve
 
 
 def examine(project: Path, profile: str | None, console: Console) -> int:

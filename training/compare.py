@@ -30,11 +30,12 @@ from training import positions, rules
 from training.batches import Tree, cannot_share, collate, plan
 from training.chat import decode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.config import EvaluateParams
+from training.device import autocast, device, resolve
 from training.engine import connect
 from training.generate import BuiltinGenerator
 from training.heads import require_head
 from training.logprobs import answer_logprobs
-from training.models import autocast, device, digest, load_causal, resolve
+from training.models import digest, load_causal
 from training.rundir import RunDir, program, write_json
 from training.score import ScoreModel
 

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 from data.errors import ConfigurationError, DivergenceError
 from training.config import EngineParams
-from training.models import device
+from training.device import device
 from training.zero import gather_layer, import_deepspeed, wrap
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -26,9 +26,10 @@ from torch import Tensor
 from data.errors import ConfigurationError, InfrastructureError
 from training.batches import Batch, Tree
 from training.config_optimize import GeneratorParams, OptimizeParams
+from training.device import resolve
 from training.generate import Rollout, prompt_key, row_seed
 from training.learner import Learner, Rolled
-from training.models import merged_items, resolve
+from training.models import merged_items
 from training.vllm_link import SERVE, Asked, Colocated, Link, Server
 from training.vllm_worker import Digest
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from training import kl, losses
 from training.batches import Batch, Tree, collate, plan
 from training.config_optimize import OptimizeParams
+from training.device import autocast, device
 from training.engine import Engine, StepInfo
 from training.logprobs import answer_logprobs
 from training.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, needs
 from training.memory import give_back
-from training.models import Reference, autocast, device
+from training.models import Reference
 from training.trunk import Trunk, lay_out
 
 OPEN_BELOW = {"cispo"}

@@ -8,17 +8,15 @@ the next stage's base is exactly this stage's model and "adapters off" is exactl
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,69 +27,16 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from data.errors import ConfigurationError, DivergenceError, InfrastructureError
 from training import quantised
 from training.config import LoraParams, Precision
+from training.device import device, resolve
 from training.memory import Shelf
 
 ATTENTION = r".*\.(q_proj|k_proj|v_proj|o_proj|out_proj|c_attn|qkv_proj|query_key_value)"
 SAME_WEIGHTS_KL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Mean KL in nats a token allowed between the trained model and its saved copy: rounding of the weights, no
 more."""
-CPU_INFO = Path("/proc/cpuinfo")
 QUANTISED_FACTOR = 3.0
 """Under QLoRA the published model may differ from the trained one by so many times what quantising does to
 the base: adapters learn on top of its error and are published without it."""
-
-
-def device() -> torch.device:
-    """This rank's accelerator (CUDA, ROCm, NPU, ... through torch.accelerator), else the CPU."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def resolve(precision: Precision) -> Literal["bf16", "fp32"]:
-    """What `auto` means here: bf16 where the hardware multiplies it faster than float32, else fp32."""
-    if precision != "auto":
-        return precision
-    where = device()
-    if where.type == "cpu":
-        native = cpu_gains_by_bf16()
-    else:
-        # torch.accelerator tells what can be stored; only these two say what is computed.
-        asked = torch.get_device_module(where) if where.type in ("cuda", "xpu") else None
-        native = asked is None or asked.is_bf16_supported(including_emulation=False)
-    return "bf16" if native else "fp32"
-
-
-def cpu_gains_by_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32.
-
-    AMX is made for it. AVX512-BF16 alone is twice as fast as float32 on AMD's cores (1.9 measured) and slower
-    on Intel's (.64), which leave the work to AMX, and virtual machines often hide that. Without either it is
-    emulated: measured 6 times slower forward and 30 times backward.
-    """
-    if torch.cpu._is_amx_tile_supported():
-        return True
-    return torch.cpu._is_avx512_bf16_supported() and cpu_vendor() == "AuthenticAMD"
-
-
-@functools.cache
-def cpu_vendor() -> str:
-    """The CPU's vendor_id as Linux tells it; empty where it does not."""
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
-
-
-def autocast(precision: Precision) -> AbstractContextManager[None]:
-    """bfloat16 where it is safe, over float32 weights; nothing for fp32."""
-    context: AbstractContextManager[None] = torch.autocast(
-        device().type, torch.bfloat16, enabled=resolve(precision) == "bf16"
-    )
-    return context
 
 
 def saved_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -32,11 +32,12 @@ from training.batches import Tree, cannot_share, collate, deal, plan, step_rows,
 from training.chat import load_tokenizer, template_hash
 from training.checkpoint import Checkpoints
 from training.config_optimize import ON_PAIRS, OptimizeParams
+from training.device import autocast, device, resolve
 from training.engine import Engine, connect
 from training.heads import require_head
 from training.logprobs import AnswerLogprobs
 from training.losses import PREFERENCE_LOSSES, PreferenceLoss, needs
-from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
+from training.models import digest, load_policy, merge_and_save, saved_dtype
 from training.pairs import Item, mismatched, read
 from training.reference import Forward, choose_layout, reference_logps, stack
 from training.rundir import RunDir, program

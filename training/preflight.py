@@ -19,10 +19,10 @@ from data.records import Prompt
 from training import chat, positions
 from training.batches import Tree
 from training.config_optimize import OptimizeParams
+from training.device import resolve
 from training.generate import Generator
 from training.kl import ratio
 from training.learner import Learner, Rolled
-from training.models import resolve
 
 RATIO_BOUND = {"fp32": 1e-5, "bf16": 1e-5}
 """|ratio - 1| of the trainer against itself: the same batch twice, so nothing but zero is right."""

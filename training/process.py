@@ -27,8 +27,8 @@ from training import losses, positions, watch
 from training.batches import Tree, deal, plan, step_rows, steps_per_epoch
 from training.checkpoint import Checkpoints
 from training.config import GateParams, ProcessParams, RewardParams
+from training.device import autocast, device, resolve
 from training.engine import Engine, connect
-from training.models import autocast, device, resolve
 from training.reward import Ensemble, build_members, publish, take_step
 from training.rundir import RunDir, program
 from training.score import ScoreModel, load_score_tokenizer, locate

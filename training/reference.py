@@ -27,8 +27,9 @@ from torch import Tensor
 from data.errors import DivergenceError, Stopped
 from training.batches import Tree, collate, deal, plan
 from training.config import Precision
+from training.device import autocast, device, resolve
 from training.engine import Engine
-from training.models import autocast, device, is_lora, resolve
+from training.models import is_lora
 
 LAYOUT_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 """Mean difference in nats a token between trees in one row and padded rows: another order of sums."""

@@ -31,8 +31,9 @@ from training import losses, positions, watch
 from training.batches import Batch, deal, fill, step_rows, steps_per_epoch
 from training.checkpoint import Checkpoints
 from training.config import GateParams, RewardParams
+from training.device import autocast, device, resolve
 from training.engine import Engine, connect
-from training.models import add_lora, autocast, device, digest, resolve, saved_dtype
+from training.models import add_lora, digest, saved_dtype
 from training.rundir import RunDir, program
 from training.score import (
     Kind,

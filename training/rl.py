@@ -29,16 +29,12 @@ from training import advantages, guards, kl, preflight
 from training.batches import Tree, epoch_order
 from training.chat import encode_prompt, template_hash
 from training.config_optimize import OptimizeParams
+from training.device import resolve
 from training.experience import Experience, gather, join, select
 from training.generate import BuiltinGenerator
 from training.learner import Rolled, Signals
 from training.measure import measure, second_opinion
-from training.models import (
-    digest,
-    merge_and_save,
-    resolve,
-    saved_dtype,
-)
+from training.models import digest, merge_and_save, saved_dtype
 from training.rl_setting import Clock, Setting, set_up
 from training.rl_watch import answer_guards, reference_gap, reference_logp, scorers_told
 from training.rundir import RunDir, program

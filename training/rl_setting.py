@@ -15,13 +15,14 @@ from training.batches import cannot_share
 from training.chat import encode_prompt, load_tokenizer, stop_ids
 from training.checkpoint import Checkpoints
 from training.config_optimize import OptimizeParams
+from training.device import autocast
 from training.engine import Engine, connect
 from training.experience import Scoring, build_scorers
 from training.generate import BuiltinGenerator, Generator
 from training.heads import require_head
 from training.learner import Learner
 from training.logprobs import AnswerLogprobs
-from training.models import autocast, load_policy, reference
+from training.models import load_policy, reference
 from training.rundir import RunDir
 from training.score import ScoreModel
 from training.trunk import Trunk

@@ -37,8 +37,9 @@ from data.records import Message
 from training.batches import Batch, Tree, cannot_share, collate, fill
 from training.chat import encode_answer, encode_prompt, load_tokenizer
 from training.config import Pooling, Precision, minilm_folder
+from training.device import autocast, device
 from training.logprobs import hidden_states
-from training.models import autocast, device, is_lora, plain_copy, without_paths
+from training.models import is_lora, plain_copy, without_paths
 from training.steps import StepBatch, score_steps
 
 Kind = Literal["encoder", "causal"]

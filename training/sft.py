@@ -24,11 +24,12 @@ from training.batches import Tree, cannot_share, collate, deal, plan, step_rows,
 from training.chat import encode_answer, encode_prompt, load_tokenizer, preflight, stop_ids, template_hash
 from training.checkpoint import Checkpoints
 from training.config import SftParams
+from training.device import autocast, device, resolve
 from training.engine import Engine, connect
 from training.generate import BuiltinGenerator
 from training.heads import require_head
 from training.logprobs import AnswerLogprobs
-from training.models import autocast, device, digest, load_policy, merge_and_save, resolve, saved_dtype
+from training.models import digest, load_policy, merge_and_save, saved_dtype
 from training.reference import Forward, choose_layout
 from training.rundir import RunDir, program
 

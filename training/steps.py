@@ -20,7 +20,7 @@ from torch import Tensor
 from data.records import Message
 from training.batches import Batch, Tree, collate, plan
 from training.chat import encode_answer, encode_prompt
-from training.models import autocast, device
+from training.device import autocast, device
 
 if TYPE_CHECKING:
     from training.score import ScoreModel

@@ -16,7 +16,7 @@ from torch import nn
 
 from data.errors import ConfigurationError
 from training.config import EngineParams
-from training.models import device
+from training.device import device
 
 
 def import_deepspeed() -> Any:

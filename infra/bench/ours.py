@@ -73,7 +73,7 @@ def our_reward(spec: dict[str, Any], tok: Any) -> Step:
     from training import reward
     from training.batches import cannot_share, step_rows
     from training.config import RewardParams
-    from training.models import device
+    from training.device import device
 
     params = RewardParams(
         model="policy", batch=spec["batch"], max_length=MAX_LENGTH, centring=CENTRING, **our_settings(spec)

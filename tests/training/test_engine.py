@@ -18,10 +18,11 @@ from training import engine as engine_module
 from training import launch, losses
 from training.batches import Tree, collate, deal, plan
 from training.config import EngineParams, LoraParams
+from training.device import autocast
 from training.engine import NORM_PIECE, Engine
 from training.generate import BuiltinGenerator
 from training.logprobs import AnswerLogprobs
-from training.models import add_lora, autocast
+from training.models import add_lora
 
 OPTIONS: dict[str, Any] = {
     "lr": 1e-2, "total_steps": 6, "warmup": 0.2, "min_lr_share": 0.1, "weight_decay": 0.1, "clip_norm": 0.5,

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,20 +10,17 @@ import torch
 from data.errors import ConfigurationError, DivergenceError
 from tests.conftest import ROOT
 from tests.training.tiny import byte_tokenizer, gpt2, llama, save_policy
-from training import models
 from training.batches import Tree, collate
 from training.config import LoraParams
 from training.logprobs import answer_logprobs
 from training.models import (
     add_lora,
-    autocast,
     digest,
     load_causal,
     load_policy,
     merge_and_save,
     merged_state,
     reference,
-    resolve,
     saved_dtype,
 )
 
@@ -133,46 +129,6 @@ def test_frozen_base_is_narrow_and_adapters_are_wide(tmp_path: Path) -> None:
     assert {p.dtype for p in full.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("amx", "avx512", "vendor", "gains"),
-    [
-        (False, False, "AuthenticAMD", False),
-        (False, True, "AuthenticAMD", True),
-        (False, True, "GenuineIntel", False),
-        (False, True, "", False),
-        (True, True, "GenuineIntel", True),
-    ],
-)
-def test_precision_auto_follows_the_hardware(
-    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512: bool, vendor: str, gains: bool
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(models, "cpu_vendor", lambda: vendor)
-    monkeypatch.setattr(models, "device", lambda: torch.device("cpu"))
-    assert models.cpu_gains_by_bf16() is gains
-    assert resolve("auto") == ("bf16" if gains else "fp32")
-    assert resolve("bf16") == "bf16" and resolve("fp32") == "fp32"
-
-
-def test_autocast_narrows_for_bf16_alone() -> None:
-    with autocast("bf16"):
-        assert (
-            torch.ones(2, 2) @ torch.ones(2, 2)
-        ).dtype == torch.bfloat16 or torch.accelerator.is_available()
-    with autocast("fp32"):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-
-
-def test_the_vendor_is_read_from_the_systems_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n")
-    for name, vendor in (("cpuinfo", "AuthenticAMD"), ("absent", "")):
-        monkeypatch.setattr(models, "CPU_INFO", tmp_path / name)
-        models.cpu_vendor.cache_clear()
-        assert models.cpu_vendor() == vendor
-    models.cpu_vendor.cache_clear()
-
-
 def test_saved_dtype_is_one_of_three() -> None:
     assert saved_dtype({}) == torch.bfloat16 and saved_dtype({"dtype": "float32"}) == torch.float32
     with pytest.raises(ConfigurationError, match="int8"):
@@ -195,20 +151,3 @@ def test_one_path_for_all_devices() -> None:
         for file in sorted((ROOT / package).glob("*.py")):
             text = file.read_text(encoding="utf-8")
             assert not re.search(r"torch\.(cuda|npu|xpu|mps)\b|\.cuda\(", text), file.name
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_precision_auto_asks_the_accelerator(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
-    asked = []
-
-    def supported(including_emulation: bool) -> bool:
-        asked.append(including_emulation)
-        return native
-
-    monkeypatch.setattr(models, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda where: SimpleNamespace(is_bf16_supported=supported)
-    )
-    assert resolve("auto") == ("bf16" if native else "fp32") and asked == [False]
-    monkeypatch.setattr(models, "device", lambda: torch.device("privateuseone", 0))
-    assert resolve("auto") == "bf16"
