@@ -26,7 +26,7 @@ from training.generate import (
 )
 from training.logprobs import answer_logprobs, backbone_and_head
 from training.models import add_lora
-from training.packed import multiply, pack
+from training.packed import in_blocks, multiply, pack
 
 STOP = 1
 
@@ -366,6 +366,53 @@ def test_packed_layers_give_the_same_answers_and_leave(
         torch.set_num_threads(threads)
     assert len(calls) == used and bool(used) == (make is llama), "gpt2 has no nn.Linear but its head"
     assert found.answers == expected.answers
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(("rows", "blocked"), [(3, False), (4, True), (12, True), (13, False)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_are_multiplied_block_by_block(
+    rows: int, blocked: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Linear(40, 2 * 58, bias=bias)
+    hidden = torch.randn(rows, 1, 40)
+    batches: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch, "bmm", lambda a, b, bmm=torch.bmm: batches.append(tuple(b.shape)) or bmm(a, b))
+    forward = in_blocks(layer.weight, layer.bias)
+    assert forward is not None
+    torch.testing.assert_close(forward(hidden), layer(hidden), rtol=1e-5, atol=1e-6)
+    assert batches == ([(2, 40, 58)] if blocked else [])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(forward(hidden), layer(hidden)), "autocast narrows these layers, as in training"
+
+
+def test_a_layer_without_a_block_that_divides_it_is_left() -> None:
+    assert in_blocks(torch.zeros(101, 8), None) is None
+    assert in_blocks(torch.zeros(8, 96).t(), None) is None
+
+
+@pytest.mark.parametrize(("make", "head", "layers"), [(llama, 96, 14), (llama, 101, 14), (gpt2, 96, 0)])
+def test_layers_in_blocks_give_the_same_answers_and_leave(
+    make: Any, head: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head too, where few answers are sampled and a block divides it; packed otherwise."""
+    model = sharp(make(vocab=head))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    few, many = (
+        generator(model).generate(prompts(4), group, max_new_tokens=8, temperature=1.0) for group in (2, 4)
+    )
+    monkeypatch.setattr("training.packed.MIN_WEIGHTS", 1)
+    monkeypatch.setattr("training.packed.MIN_HEAD", 1)
+    monkeypatch.setattr("training.packed.BLOCK_ROWS", range(48, 7, -1))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    made: list[Any] = []
+    monkeypatch.setattr("training.packed.in_blocks", lambda w, b: made.append(in_blocks(w, b)) or made[-1])
+    packed = counted_products(monkeypatch)
+    found = generator(model).generate(prompts(4), 2, max_new_tokens=8, temperature=1.0)
+    assert found.answers == few.answers
+    assert sum(one is not None for one in made) == layers + (head == 96) and bool(packed) == (head != 96)
+    assert generator(model).generate(prompts(4), 4, max_new_tokens=8, temperature=1.0).answers == many.answers
+    assert packed, "16 answers: the head is packed"
     assert all("forward" not in vars(module) for module in model.modules())
 
 
