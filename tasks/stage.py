@@ -126,7 +126,8 @@ class Stage:
         if self.params.pipeline.hostfile:
             command += ["--hostfile", self.params.pipeline.hostfile]
         command += ["-m", program, str(self.work)]
-        surroundings = process.environment(threads, hub_offline)
+        spin = process.spin_of(self.name, threads * processes)
+        surroundings = process.environment(threads, hub_offline, spin)
         self.stop.launched = True
         running = process.Program(command, self.project, surroundings, self.work / "output.log")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from data.errors import ConfigurationError
 from flows import dvc
 from flows.dag import read_dag
+from tasks import process
 from tests.conftest import ROOT
 
 TEMPLATED = """
@@ -94,3 +96,21 @@ def test_edges_are_those_of_dvc(tmp_path: Path) -> None:
     assert {"base", "validate", "sft", "reward", "judge", "optimize", "evaluate", "promote"} <= set(
         read_dag(ROOT).steps
     )
+
+
+def test_what_has_the_machine_for_itself_may_spin_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that looks for work instead of sleeping takes the core of a stage beside it."""
+    dag = read_dag(ROOT)
+    launched = {"sft", "reward", "judge", "optimize", "evaluate"}
+    for name in launched:
+        beside = [
+            other
+            for other in launched - {name}
+            if other not in dag.below(name) and name not in dag.below(other)
+        ]
+        assert (name in process.ALONE) == (not beside), (name, beside)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert process.spin_of("optimize", 2) == process.SPIN
+    assert process.spin_of("optimize", 3) == process.spin_of("sft", 1) == 0
+    assert process.environment(2, True, 7)["GOMP_SPINCOUNT"] == "7"
+    assert process.environment(2, True)["GOMP_SPINCOUNT"] == "0"
