@@ -116,8 +116,9 @@ def spin_of(stage: str, threads: int) -> int:
     """How often a stage's waiting threads look before they sleep; `threads`: of all its processes.
 
     Looking takes the core from a neighbour (3.5 times slower, both busy), so the stages that may run side by
-    side sleep at once. One that has the machine for itself looks for about half a millisecond: to wake a thread
-    takes longer than many a product (decoding 8 answers on two threads 2.3 to 3.1 against 3.9 to 4.2 s).
+    side sleep at once. One that has the machine for itself looks for about half a millisecond: to wake a
+    thread takes longer than many a product (decoding 8 answers on two threads 2.3 to 3.1 against 3.9 to
+    4.2 s).
     """
     return SPIN if stage in ALONE and threads <= (os.cpu_count() or 1) else 0
 

@@ -67,7 +67,7 @@ class Packed:
                 # It learns: packed anew next time, and the training pass has the memory.
                 self._known = self._head = None
 
-    def _function(self, layer: nn.Linear, is_head: bool, rows: int, tokens: int) -> Product | None:
+    def _function(self, layer: Any, is_head: bool, rows: int, tokens: int) -> Product | None:
         """How a layer is multiplied for so many answers; None: as ever."""
         large = layer.weight.numel() >= MIN_WEIGHTS
         if large and capability() == "AVX512" and (not is_head or rows in IN_BLOCKS):
