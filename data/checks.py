@@ -137,6 +137,8 @@ class Draft:
     meta: dict[str, JsonValue] = field(default_factory=dict)
     """Further fields of the record by name, unchecked."""
     extra: dict[str, JsonValue] = field(default_factory=dict)
+    implied: bool = False
+    """The prompt is what both answers begin with: the row had none."""
 
 
 def shown(value: object) -> str:

@@ -48,7 +48,7 @@ class SplitParams(_Section):
     def _whole(self) -> Self:
         total = self.train + self.judge + self.validation + self.test
         if abs(total - 1.0) > 1e-6:
-            raise ValueError(f"data.splits: the shares sum to {total:g}, not 1; change one of them")
+            raise ValueError(f"the shares sum to {total:g}, not 1; change one of them")
         if self.train == 0.0:
             raise ValueError("data.splits.train: 0 leaves nothing to train on; give it a share above 0")
         return self

@@ -125,6 +125,11 @@ def _read_row(
 def _oddities(draft: Draft, purpose: Purpose) -> Iterator[str]:
     if any(_PLACEHOLDER.search(answer) for answer in draft.answers):
         yield "an answer has an unfilled {{placeholder}}"
+    if draft.implied:
+        yield (
+            "no prompt: what both answers begin with is taken for it; if that is wrong, name the prompt's "
+            "column in data.columns"
+        )
     if draft.kind == "preference" and (scores := scores_of(draft.extra)) and scores[1] < scores[2]:
         yield f"the rejected answer has the higher score ({scores[0]}), and is taken as rejected all the same"
     if draft.kind != "prompt" or purpose != "files":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from pydantic import JsonValue
 
@@ -78,7 +79,8 @@ def read_preference(fields: Fields) -> Iterator[Draft]:
     names = f"chosen{suffix}", f"rejected{suffix}"
     values = fields.take(names[0]), fields.take(names[1])
     prompt = _prompt_turns(fields)
-    if not prompt and all(isinstance(value, str) for value in values):
+    implied = not prompt and all(isinstance(value, str) for value in values)
+    if implied:
         prompt, values = _implied_prompt(*map(str, values))
     sides: list[tuple[Turns, str]] = []
     for name, value in zip(names, values, strict=True):
@@ -89,7 +91,7 @@ def read_preference(fields: Fields) -> Iterator[Draft]:
             sides.append((before if repeated else prompt + before, answer))
         else:
             sides.append((prompt, as_text(value, name, fields.coerce)))
-    yield _pair(fields, *sides)
+    yield replace(_pair(fields, *sides), implied=implied)
 
 
 def _pair(fields: Fields, chosen: tuple[Turns, str], rejected: tuple[Turns, str]) -> Draft:

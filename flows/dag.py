@@ -67,6 +67,7 @@ def read_dag(project: Path) -> Dag:
             raise ConfigurationError(f"{file}: stage {name}: expected keys such as cmd, deps and outs")
         for full_name, plain in _expanded(str(name), entry, values):
             steps[full_name] = _step(full_name, plain)
+    _require_apart(file, steps)
     return Dag(_in_order(file, {name: _linked(step, steps) for name, step in steps.items()}))
 
 
@@ -114,6 +115,17 @@ def _linked(step: Step, steps: Mapping[str, Step]) -> Step:
 
 def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
+
+
+def _require_apart(file: Path, steps: Mapping[str, Step]) -> None:
+    """ConfigurationError where two stages would write the same place."""
+    for one, other in itertools.combinations(steps.values(), 2):
+        for path, its in itertools.product(one.outs, other.outs):
+            if _overlap(path, its):
+                raise ConfigurationError(
+                    f"{file}: the stages {one.name} and {other.name} write the same place (outs: {path} and "
+                    f"{its}); give one of them another output"
+                )
 
 
 def _in_order(file: Path, steps: Mapping[str, Step]) -> dict[str, Step]:

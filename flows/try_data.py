@@ -12,6 +12,7 @@ from rich.markdown import Markdown
 
 from flows import inputs
 from flows.run import located
+from tasks.overrides import overridden
 from tasks.params import load, parse, read_raw
 from tasks.places import home
 
@@ -44,15 +45,11 @@ def try_files(
 
 
 def _changed(project: Path, here: Path, files: Sequence[str], overrides: Sequence[str]) -> dict[str, object]:
-    from ruamel.yaml import YAML
-
     raw = read_raw(project / "params.yaml")
     section = raw.get("data")
     known: dict[str, object] = dict(section) if isinstance(section, dict) else {}
     if files:
         known["files"] = [located(project, here, name, bare=False) for name in files]
         known["eval_prompts"] = []
-    for override in overrides:
-        key, _, text = override.removeprefix("data.").partition("=")
-        known[key] = YAML(typ="safe").load(text)
-    return {**raw, "data": known}
+    named = [override if override.startswith("data.") else f"data.{override}" for override in overrides]
+    return overridden({**raw, "data": known}, named)

@@ -5,9 +5,11 @@ Comments survive. All is checked before anything is written.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from ruamel.yaml import YAML
@@ -52,6 +54,14 @@ def write_overrides(
         if changed:
             write_text(path, text.getvalue())
     return changed
+
+
+def overridden(raw: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Plain parameters with `key.sub=value` overrides; nothing is written."""
+    tree = copy.deepcopy(dict(raw))
+    for override in overrides:
+        _set(tree, *_split(override), [])
+    return tree
 
 
 def profile_path(project: Path, profile: str) -> Path:
@@ -107,7 +117,7 @@ def _split(override: str) -> tuple[str, object]:
         raise ConfigurationError(f"override {override!r}: the value is not valid YAML: {error}") from error
 
 
-def _set(tree: CommentedMap, key: str, value: object, changed: list[str]) -> None:
+def _set(tree: dict[str, Any], key: str, value: object, changed: list[str]) -> None:
     *sections, last = key.split(".")
     for part in sections:
         if tree.get(part) is None:
@@ -120,7 +130,7 @@ def _set(tree: CommentedMap, key: str, value: object, changed: list[str]) -> Non
         changed.append(key)
 
 
-def _differs(tree: CommentedMap, key: str, value: object) -> bool:
+def _differs(tree: Mapping[str, object], key: str, value: object) -> bool:
     """Whether a key is absent or has another value; true is no 1."""
     return key not in tree or tree[key] != value or isinstance(tree[key], bool) != isinstance(value, bool)
 

@@ -26,6 +26,13 @@ def root(start: Path | None = None) -> Path:
     for folder in (here, *here.parents):
         if (folder / "dvc.yaml").is_file() and (folder / "params.yaml").is_file():
             return folder
+    for folder in (here, *here.parents):
+        for there, missing in (("dvc.yaml", "params.yaml"), ("params.yaml", "dvc.yaml")):
+            if (folder / there).is_file():
+                raise ConfigurationError(
+                    f"{folder}: {there} is there, {missing} is not; restore it with `git checkout "
+                    f"{missing}`, or change into the project folder"
+                )
     raise ConfigurationError(
         f"{here}: neither this folder nor one above it holds dvc.yaml and params.yaml; change into the "
         "project folder"

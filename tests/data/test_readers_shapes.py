@@ -118,6 +118,15 @@ def test_answers_under_other_names_are_told_and_not_lost_silently(tmp_path: Path
     assert not [item for item in read(path, "prompts") if isinstance(item, Notice)]
 
 
+def test_a_prompt_that_is_taken_from_the_answers_is_told(tmp_path: Path) -> None:
+    row = {"chosen": "Why is it so? Because.", "rejected": "Why is it so? No."}
+    path = write_jsonl(tmp_path / "row.jsonl", [row, {**row, "prompt": "Say why."}])
+    items = read(path)
+    assert [record.prompt[0].content for record in records(items)] == ["Why is it so?", "Say why."]
+    (notice,) = [item for item in items if isinstance(item, Notice)]
+    assert notice.line == 1 and "what both answers begin with is taken for it" in notice.message
+
+
 def test_sides_with_different_histories_are_refused(one: Any) -> None:
     other = [{"role": "user", "content": "How?"}, DENY]
     assert one({"chosen": [ASK, TELL], "rejected": other}) == "prompt_mismatch"

@@ -58,6 +58,15 @@ def test_templating_foreach_and_matrix(tmp_path: Path) -> None:
     assert dag.below("join") == []
 
 
+@pytest.mark.parametrize("other", ["out/a", "out/a/part", "out"])
+def test_two_stages_that_write_one_place_are_refused(tmp_path: Path, other: str) -> None:
+    text = f"stages:\n  a: {{cmd: a, outs: [out/a]}}\n  b: {{cmd: b, metrics: [{other}]}}\n"
+    with pytest.raises(
+        ConfigurationError, match=f"stages a and b write the same place .outs: out/a and {other}"
+    ):
+        read_dag(project_of(tmp_path, text))
+
+
 def test_names_that_only_share_a_beginning_are_no_edge(tmp_path: Path) -> None:
     text = "stages:\n  a: {cmd: a, outs: [out/a]}\n  b: {cmd: b, deps: [out/ab, out], outs: [b]}\n"
     dag = read_dag(project_of(tmp_path, text))

@@ -57,6 +57,25 @@ def test_a_quoted_home_folder_is_meant_and_an_address_is_refused(
         assert (said.verdict, said.remedy) == ("broken", inputs.ADDRESS)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("min_pairs=[1", "override 'data.min_pairs=\\[1': the value is not valid YAML"),
+        ("min_pairs", "override 'data.min_pairs': expected key.sub=value"),
+        ("", "expected key.sub=value"),
+        ("min_pairs.a=1", "min_pairs is a single value"),
+        ("splits.train=0.9", "data.splits: the shares sum to"),
+        ("data.splits.train=0.9", "data.splits: the shares sum to"),
+    ],
+)
+def test_values_for_a_try_are_read_as_those_of_a_run(tmp_path: Path, override: str, says: str) -> None:
+    (tmp_path / "params.yaml").write_text("data: {min_pairs: 1}\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=says) as told:
+        try_files(tmp_path, tmp_path, [], [override], Console())
+    assert str(told.value).count("splits") < 2
+    assert (tmp_path / "params.yaml").read_text(encoding="utf-8") == "data: {min_pairs: 1}\n"
+
+
 def test_data_that_is_nowhere_is_a_fault_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

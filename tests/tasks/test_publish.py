@@ -101,3 +101,15 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
         read_json(tmp_path / "half.json")
     with pytest.raises(ValueError, match="neither this folder nor one above"):
         root(Path("/"))
+
+
+@pytest.mark.parametrize(("there", "missing"), [("dvc.yaml", "params.yaml"), ("params.yaml", "dvc.yaml")])
+def test_half_a_project_is_told_with_what_is_missing(tmp_path: Path, there: str, missing: str) -> None:
+    (tmp_path / there).write_text("")
+    (tmp_path / "below").mkdir()
+    with pytest.raises(
+        ValueError, match=f"{there} is there, {missing} is not; restore it with .git checkout"
+    ):
+        root(tmp_path / "below")
+    (tmp_path / missing).write_text("")
+    assert root(tmp_path / "below") == tmp_path
