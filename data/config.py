@@ -28,8 +28,13 @@ Source = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+Sources = Annotated[tuple[Source, ...], Field(strict=False)]
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class SplitParams(_Section):
@@ -68,15 +73,15 @@ class HubParams(_Section):
 class DataParams(_Section):
     """All knobs of the validate stage."""
 
-    files: tuple[Source, ...] = Field(default=("data/sample/preferences.jsonl",), min_length=1)
+    files: Sources = Field(default=("data/sample/preferences.jsonl",), min_length=1)
     """Files, folders or hub ids (`owner/name`) with preferences, demonstrations, feedback or prompts."""
     format: Format = "auto"
     """Shape of the rows; `auto` decides for each row by its keys, a name refuses rows of any other shape."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Our name of a column to the file's name of it, e.g. {prompt: Question, answer: Best Answer}."""
-    prompts: tuple[Source, ...] = ()
+    prompts: Sources = ()
     """Further sources whose prompts join the optimisation's prompts (answers in them are not used)."""
-    eval_prompts: tuple[Source, ...] = ()
+    eval_prompts: Sources = ()
     """Sources of the evaluation's prompts; empty: the prompts of the test part."""
     hub: HubParams = HubParams()
     """Which part of a Hugging Face data set."""

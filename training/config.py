@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data.errors import ConfigurationError
 
@@ -77,6 +77,14 @@ class EngineParams(Section):
         description="share of a run's steps with one, in a row or not, over which it ends too; so many as "
         "nonfinite_limit are too many in any run, fewer in none",
     )
+
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        """true is no 1."""
+        if isinstance(value, bool):
+            raise ValueError(f"{value} is no ZeRO stage; give 0, 1, 2 or 3")
+        return value
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

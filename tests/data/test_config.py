@@ -21,6 +21,13 @@ from data.config import DataParams
         ({"splits": {"train": 0.5}}, "the shares sum to 1.05"),
         ({"splits": {"train": 0, "judge": 0.4, "validation": 0.3, "test": 0.3}}, "nothing to train on"),
         ({"max_row_bytes": 1000, "max_chars": 2000}, "can never be reached"),
+        *(({key: "8"}, "valid integer") for key in ("min_pairs", "min_part", "max_chars")),
+        *(({key: True}, "valid integer") for key in ("min_pairs", "demonstrations_per_prompt")),
+        ({"max_quarantine_share": True}, "valid number"),
+        ({"max_quarantine_share": float("nan")}, "finite number"),
+        ({"splits": {"train": "0.45"}}, "valid number"),
+        ({"coerce": 0}, "valid boolean"),
+        ({"files": [3]}, "valid string"),
         ({"hub": {"branch": "main"}}, "Extra inputs"),
     ],
 )

@@ -45,6 +45,7 @@ def test_defaults_survive_json(section: type[BaseModel]) -> None:
         (SftParams, {"max_length": 256, "max_prompt": 256}, "no token is left for the answer"),
         (EngineParams, {"backend": "torch", "zero": 2}, "backend: deepspeed"),
         (EngineParams, {"offload": True}, "zero >= 1"),
+        (EngineParams, {"zero": True}, "True is no ZeRO stage"),
         (RewardParams, {"heads": ["safety", "safety"]}, "twice"),
         (RewardParams, {"process": {}}, "both directions"),
         (RewardParams, {"process": {}, "model": "policy", "margin": 0.5}, "margin belong to pairs"),
