@@ -161,7 +161,9 @@ class SpikeParams(Section):
 class SftParams(Section):
     """Supervised fine-tuning on demonstrations: cross-entropy of the answer's tokens, its EOS included."""
 
-    lr: float = Field(2e-4, gt=0, description="peak learning rate; 2e-4 for LoRA, 2e-5 for a full fine-tune")
+    lr: float = Field(
+        2e-4, gt=0, le=1, description="peak learning rate; 2e-4 for LoRA, 2e-5 for a full fine-tune"
+    )
     epochs: int = Field(1, ge=1, description="passes over the demonstrations")
     max_steps: int | None = Field(
         None, ge=1, description="ends earlier, in optimizer steps; null: all epochs"
@@ -190,9 +192,11 @@ class SftParams(Section):
     checkpoint_every: int = Field(10, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
+    processes: int = Field(
+        1, ge=1, le=65_536, description="ranks; one a GPU; a run goes on with as many only"
+    )
     threads: int = Field(
-        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+        1, ge=1, le=1024, description="CPU threads a rank; a different number may change the last bits"
     )
 
     @model_validator(mode="after")
@@ -245,7 +249,7 @@ class RewardParams(Section):
         "head of its own is left out)",
     )
     lr: float = Field(
-        1e-4, gt=0, description="peak learning rate; 1e-4 measured with MiniLM, 3e-5 for a causal LM"
+        1e-4, gt=0, le=1, description="peak learning rate; 1e-4 measured with MiniLM, 3e-5 for a causal LM"
     )
     head_lr_factor: float = Field(1.0, gt=0, description="the new head learns this much faster than the body")
     epochs: int = Field(2, ge=1, description="passes over the pairs")
@@ -291,9 +295,11 @@ class RewardParams(Section):
     checkpoint_every: int = Field(20, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept besides the last healthy one")
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
+    processes: int = Field(
+        1, ge=1, le=65_536, description="ranks; one a GPU; a run goes on with as many only"
+    )
     threads: int = Field(
-        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+        1, ge=1, le=1024, description="CPU threads a rank; a different number may change the last bits"
     )
 
     @model_validator(mode="after")
@@ -344,7 +350,7 @@ class EvaluateParams(Section):
         "auto",
         description="bf16: autocast over float32 weights; fp32: none; auto: bf16 where hardware has it",
     )
-    processes: int = Field(1, ge=1, description="ranks; one a GPU")
+    processes: int = Field(1, ge=1, le=65_536, description="ranks; one a GPU")
     threads: int = Field(
-        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+        1, ge=1, le=1024, description="CPU threads a rank; a different number may change the last bits"
     )

@@ -167,7 +167,10 @@ class OptimizeParams(Section):
     temperature: float = Field(1.0, gt=0, description="of sampling and of every logp")
     token_budget: int = Field(1024, ge=1, description="tokens of a micro batch, padding included")
     lr: float = Field(
-        5e-6, gt=0, description="peak learning rate; the field starts at 5e-6, LoRA bears 10 to 50 times it"
+        5e-6,
+        gt=0,
+        le=1,
+        description="peak learning rate; the field starts at 5e-6, LoRA bears 10 to 50 times it",
     )
     warmup: float = Field(
         0.1, ge=0, le=1, description="share of the steps with a linearly rising learning rate"
@@ -210,9 +213,11 @@ class OptimizeParams(Section):
         2, ge=1, description="checkpoints kept besides the last healthy and, on policy, the best held out"
     )
     engine: EngineParams = Field(default_factory=EngineParams)
-    processes: int = Field(1, ge=1, description="ranks; one a GPU; a run goes on with as many only")
+    processes: int = Field(
+        1, ge=1, le=65_536, description="ranks; one a GPU; a run goes on with as many only"
+    )
     threads: int = Field(
-        1, ge=1, description="CPU threads a rank; a different number may change the last bits"
+        1, ge=1, le=1024, description="CPU threads a rank; a different number may change the last bits"
     )
 
     @model_validator(mode="before")

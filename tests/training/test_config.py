@@ -41,6 +41,11 @@ def test_defaults_survive_json(section: type[BaseModel]) -> None:
         (SftParams, {"learning_rate": 1e-4}, "learning_rate"),
         (SftParams, {"lr": "1e-4"}, "lr"),
         (SftParams, {"epochs": True}, "epochs"),
+        *(
+            (section, {key: value}, f"{key}\n.*less than or equal to")
+            for section in (SftParams, RewardParams, OptimizeParams)
+            for key, value in (("lr", 1.5), ("processes", 10**6), ("threads", 2000))
+        ),
         (SftParams, {"lr": float("nan")}, "lr"),
         (SftParams, {"max_length": 256, "max_prompt": 256}, "no token is left for the answer"),
         (EngineParams, {"backend": "torch", "zero": 2}, "backend: deepspeed"),
