@@ -8,7 +8,7 @@ the whole batch goes through `total`, the sum over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,12 +63,21 @@ class Scored(NamedTuple):
     judge_directed: Float[Tensor, " N"]
     errors: int
     calls: int
+    unknown: int  # answers without a reward
+    asked: int  # answers for which one was asked; in dynamic sampling of all groups, the dropped ones too
     first_error: str
 
 
 FEW_TOKENS = 16.0
 """Where answers are shorter at the start, this counts as typical: a sentence is not padding."""
 PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition", "judge_directed")
+COUNTS = ("errors", "calls", "unknown", "asked")
+
+
+def summed(parts: Iterable[Scored]) -> dict[str, int]:
+    """The counts of several together."""
+    whole = list(parts)
+    return {name: sum(getattr(part, name) for part in whole) for name in COUNTS}
 
 
 @dataclass
@@ -106,7 +115,7 @@ class Scoring:
         directed = torch.tensor([fault.judge_directed for fault in faults])
         return Scored(
             names, score, valid, reward, known, detected, repetition, directed, len(failed), len(flat),
-            self.first_error,
+            int((~known).sum()), len(answers), self.first_error,
         )  # fmt: skip
 
     def _faults(self, answer: Answered) -> rewards.Cheating:
@@ -257,11 +266,7 @@ def join(parts: Sequence[Experience]) -> Experience:
     whole: dict[str, Any] = {
         name: torch.cat([getattr(part.scored, name) for part in parts]) for name in PER_ANSWER
     }
-    scored = last._replace(
-        **whole,
-        errors=sum(part.scored.errors for part in parts),
-        calls=sum(part.scored.calls for part in parts),
-    )
+    scored = last._replace(**whole, **summed(part.scored for part in parts))
     known = [part.states for part in parts if part.states is not None]
     return Experience(
         [prompt for part in parts for prompt in part.prompts],

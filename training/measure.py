@@ -47,15 +47,15 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
     log_ratios = kl.log_ratio(found.rollout_logp, ref_logp, found.mask)
     reward, length = scored.reward[known].double(), lengths[known].double()
     constant = advantages.constant_groups(found.grouped(scored.reward), found.grouped(known))
-    # A sample alone (ppo, reinforce_pp) is compared with nothing, and not for that without a lesson.
+    # A sample alone (ppo, reinforce_pp) is compared with those of the other prompts: the step is its group.
     constant &= found.group > 1
     # Without the token that ends an answer: two of them may close alike.
     prompts = [tree.prompt for tree in found.trees for _ in tree.answers]
     made = [ids for tree in found.trees for ids in tree.answers]
     texts = [ids[: len(ids) - answer.finished] for ids, answer in zip(made, found.answers, strict=True)]
-    n, groups, answers, tokens, failed, calls, *sums = total([
+    n, groups, answers, tokens, failed, calls, unknown, asked, *sums = total([
         float(known.sum()), len(found.trees), len(found.answers), float(found.mask.sum()),
-        scored.errors, scored.calls,
+        scored.errors, scored.calls, scored.unknown, scored.asked,
         float(kl.k1(log_ratios).sum()), float(kl.k3(log_ratios).sum()),
         -float(torch.where(found.mask, found.rollout_logp, 0.0).sum()),
         float(lengths.sum()), sum(not answer.finished for answer in found.answers),
@@ -70,15 +70,16 @@ def measure(found: Experience, ref_logp: Float[Tensor, "N R"], total: Total) -> 
     ])  # fmt: skip
     k1, k3, surprise, long, cut, empty, same, repeated, cheated, *more, r, rr, ln, ll, rl = sums
     judge_directed, tokens_again, copied, phrase = (value / answers for value in more)
-    invalid = 1 - n / answers
     n, tokens = max(n, 1.0), max(tokens, 1.0)
+    if found.group == 1 and rr - r * r / n <= 1e-12 * rr:
+        same = groups
     values = {
         "reward": r / n, "reward_std": math.sqrt(max(rr / n - (r / n) ** 2, 0.0)),
         "kl": k1 / n, "kl_k3": k3 / n, "entropy": surprise / tokens, "length": long / answers,
         "clipped": cut / answers, "stop_share": 1 - cut / answers, "empty": empty / answers,
         "zero_variance": same / groups, "repetition": repeated / answers, "cheating": cheated / answers,
         "length_corr": _correlation(n, r, rr, ln, ll, rl), "scorer_errors": failed / max(calls, 1.0),
-        "scorer_invalid": invalid, "answers": answers, "judge_directed": judge_directed,
+        "scorer_invalid": unknown / asked, "answers": answers, "judge_directed": judge_directed,
         "repeated_tokens": tokens_again, "copied": copied, "phrase": phrase,
     }  # fmt: skip
     for place, name in enumerate(scored.dimensions):

@@ -30,7 +30,7 @@ from training.batches import Tree, epoch_order
 from training.chat import encode_prompt, template_hash
 from training.config_optimize import OptimizeParams
 from training.device import resolve
-from training.experience import Experience, gather, join, select
+from training.experience import Experience, Scored, gather, join, select, summed
 from training.generate import BuiltinGenerator
 from training.learner import Rolled, Signals
 from training.measure import measure, second_opinion
@@ -84,10 +84,10 @@ def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Expe
     quota = len(range(engine.rank, params.prompts, engine.world))
     kept: list[Experience] = []
     dropped: list[Experience] = []
-    errors = calls = 0
+    drawn: list[Scored] = []
     for _ in range(params.rounds):
         part = fixed_sampling(setting, state, step)
-        errors, calls = errors + part.scored.errors, calls + part.scored.calls
+        drawn.append(part.scored)
         constant = advantages.constant_groups(
             part.grouped(part.scored.reward), part.grouped(part.scored.known)
         )
@@ -99,8 +99,8 @@ def dynamic_sampling(setting: Setting, state: dict[str, Any], step: int) -> Expe
         if engine.sum([float(max(missing - len(alive), 0))])[0] == 0:
             break
     made = join(kept or dropped)
-    # A group whose scorers fail is dropped like one without any difference; its failures are not.
-    return replace(made, scored=made.scored._replace(errors=errors, calls=calls))
+    # A group whose scorers fail or can't judge is dropped like one without any difference; the count is not.
+    return replace(made, scored=made.scored._replace(**summed(drawn)))
 
 
 SAMPLING = {"dapo": dynamic_sampling}

@@ -14,7 +14,6 @@ the time limit (training/worker.py).
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 WINDOW = 256
 """Latest outcomes over which the share of errors is taken: a scorer that breaks late is noticed too."""
+LARGEST = 1e15
+"""Of a score: advantages square it in float32, which ends at 3e38."""
 LEAST = 20
 """Outcomes below which the share is not looked at as such: one failure among four is no 25 %."""
 
@@ -121,9 +122,9 @@ def outcome_of(value: object) -> Outcome:
     """A returned value as an outcome: a finite number is a score, None invalid, all else an error."""
     if value is None:
         return Outcome("invalid")
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, int | float) and abs(value) <= LARGEST:
         return Outcome("score", float(value))
-    return Outcome("error", message=f"returned {value!r}; expected a finite number or None")
+    return Outcome("error", message=f"returned {value!r}; expected a number within +-{LARGEST:g}, or None")
 
 
 class LearnedScorer:

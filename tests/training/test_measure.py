@@ -69,9 +69,10 @@ def test_a_step_whose_scorers_all_say_nothing() -> None:
 
 
 def test_a_sample_alone_is_no_group_without_a_lesson() -> None:
-    """ppo and reinforce_pp may take one sample a prompt: guards.zero_variance has nothing to say there."""
-    alone = experience(["a", "b", "c", "d"], [1.0, 2.0, 3.0, 4.0], group=1)
-    assert measure(alone, alone.rollout_logp, own)["zero_variance"] == 0.0
+    """ppo and reinforce_pp may take one sample a prompt: it is compared with those of the other prompts."""
+    for rewards, share in (([1.0, 2.0, 3.0, 4.0], 0.0), ([0.1, 0.1, 0.1, 0.1], 1.0), ([0.0] * 4, 1.0)):
+        alone = experience(["a", "b", "c", "d"], rewards, group=1)
+        assert measure(alone, alone.rollout_logp, own)["zero_variance"] == share
     equal = experience(["a", "b", "c", "d"], [1.0, 1.0, 3.0, 4.0])
     assert measure(equal, equal.rollout_logp, own)["zero_variance"] == 0.5
 

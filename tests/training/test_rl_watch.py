@@ -17,6 +17,7 @@ from tests.training.tiny import prompt, save_policy
 from training import rl, rl_setting
 from training.engine import connect
 from training.experience import Scoring
+from training.measure import measure
 from training.rl_setting import Setting
 from training.rl_watch import answer_guards
 from training.rundir import RunDir, seed_everything
@@ -264,13 +265,19 @@ def test_failures_in_dropped_groups_are_counted(opened: Any, monkeypatch: pytest
         known[part.group :] = False
         reward = torch.where(known, torch.arange(count).float(), 0.0)
         return replace(
-            part, scored=part.scored._replace(known=known, reward=reward, errors=int((~known).sum()))
+            part,
+            scored=part.scored._replace(
+                known=known, reward=reward, errors=int((~known).sum()), unknown=int((~known).sum())
+            ),
         )
 
     monkeypatch.setattr(rl, "fixed_sampling", failing)
     made = rl.dynamic_sampling(setting, state, 1)
     assert len(made.trees) == 1 and len(rounds) == 3
     assert made.scored.errors == 4 + 8 + 8 and made.scored.calls == 24
+    assert made.scored.unknown == 4 + 8 + 8 and made.scored.asked == 24
+    own = measure(made, made.rollout_logp, lambda values: [float(value) for value in values])
+    assert own["scorer_invalid"] == 20 / 24, "the guards see what was dropped"
 
 
 def test_pairs_without_a_difference_move_nothing(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -16,9 +17,18 @@ from torch import Tensor
 
 from data.errors import ConfigurationError, InfrastructureError
 from data.records import Message, Prompt
-from training import lifeline
+from training import advantages, lifeline
 from training.rewards import ENSEMBLES
-from training.scorers import Answered, FunctionScorer, HttpScorer, LearnedScorer, Outcome, Tally
+from training.scorers import (
+    LARGEST,
+    Answered,
+    FunctionScorer,
+    HttpScorer,
+    LearnedScorer,
+    Outcome,
+    Tally,
+    outcome_of,
+)
 
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time
@@ -265,3 +275,17 @@ def test_a_learned_scorer_has_a_column_a_head_and_reduces_its_members() -> None:
     single = LearnedScorer("rm", "quality", Stub((), scores[:, :, :1]), ENSEMBLES["mean"])  # type: ignore[arg-type]
     assert single.dimensions == ("quality",) and single.score([answered("a")]) == [(Outcome("score", 2.0),)]
     assert single.score([]) == []
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 1e16, 10**400, math.inf, math.nan])
+def test_a_score_that_float32_can_not_square_is_an_error(value: float) -> None:
+    outcome = outcome_of(value)
+    assert outcome.kind == "error" and "within +-1e+15" in outcome.message
+
+
+def test_the_largest_scores_still_teach() -> None:
+    """Their group's deviation is finite, and so are the advantages."""
+    assert outcome_of(-LARGEST) == Outcome("score", -LARGEST)
+    score = torch.tensor([[-LARGEST, LARGEST, LARGEST, LARGEST]])
+    found, _ = advantages.grpo(score, torch.ones(1, 4, dtype=torch.bool))
+    assert bool(found.isfinite().all()) and found[0, 0] < -1
