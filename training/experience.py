@@ -74,7 +74,7 @@ PER_ANSWER = ("score", "valid", "reward", "known", "detected", "repetition", "ju
 COUNTS = ("errors", "calls", "unknown", "asked")
 
 
-def summed(parts: Iterable[Scored]) -> dict[str, int]:
+def summed(parts: Iterable[Scored]) -> dict[str, Any]:
     """The counts of several together."""
     whole = list(parts)
     return {name: sum(getattr(part, name) for part in whole) for name in COUNTS}

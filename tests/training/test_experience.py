@@ -104,6 +104,7 @@ def test_a_failure_is_masked_and_never_a_zero(bad: str | None, errors: int) -> N
     found = scoring([Fixed(("quality",), [[-5.0], [bad], [-6.0], [-7.0]])])(answers(TEXTS), 2)
     assert found.known.tolist() == [True, False, True, True]
     assert found.errors == errors and found.first_error == (bad or "")
+    assert (found.unknown, found.asked) == (1, 4), "what gives no reward is counted, whatever it is called"
     # The place of a failure holds a 0 that nothing may read: it is not known.
     assert found.reward.tolist() == [-5.0, 0.0, -6.0, -7.0]
 
